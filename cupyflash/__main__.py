@@ -1,0 +1,6 @@
+"""``python -m cupyflash`` is the command line."""
+
+from .cli import main
+
+if __name__ == "__main__":
+    main(prog_name="cupyflash")

@@ -1,0 +1,198 @@
+"""Errors against the float64 reference, beside the contract's bound: of whole results, and of a sample of rows.
+
+Some rows of scores, or columns, are a problem of their own: the same options with offsets, lengths, masks and
+dropout origin moved to where they lie. So a result of any length can be checked at the cost of a few rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import reference, testing
+from ..problem import Gradients, Problem
+from ._measure import to_host
+from ._report import steps
+
+# Rows are judged in blocks: the plain computation of one row alone is a matrix-vector product, which sums in
+# another order and is closer to exact than the matrix product that the bound speaks of.
+BLOCK = 16
+
+
+class Part(NamedTuple):
+    """Consecutive query heads of one kv head, rows and columns of one item of a problem."""
+
+    item: tuple[int, ...]
+    heads: slice
+    rows: slice
+    cols: slice
+
+    def of(self, result: Any) -> Any:
+        """The part of out, lse or dout (their heads axis and leading axes in full)."""
+        return result[self.item][self.heads, self.rows]
+
+
+def judged(what: str, actual: Any, plain: Any, exact: Any) -> dict[str, Any]:
+    """One line of a report: the error, that of the plain computation, the bound, and whether it holds."""
+    is_lse = what == "lse"
+    claim = testing.assert_lse_close if is_lse else testing.assert_close
+    failure = None
+    try:
+        claim(actual, plain, exact, what)
+    except AssertionError as error:
+        failure = str(error)
+    found, near = testing.errors(actual, exact).max, testing.errors(plain, exact).max
+    line = {
+        "result": what,
+        "values": int(np.size(exact)),
+        "max_error": found,
+        "plain_error": near,
+        "bound": _lse_bound(near, plain, exact) if is_lse else testing.error_bound(plain, exact).max,
+        "passed": failure is None,
+    }
+    return line | ({} if failure is None else {"failure": failure})
+
+
+def _lse_bound(plain_error: float, plain: Any, exact: Any) -> float:
+    """The largest of the bounds that `testing.assert_lse_close` sets value by value."""
+    sizes = np.abs(to_host(exact))
+    largest = float(np.max(sizes, initial=1.0, where=np.isfinite(sizes)))
+    return 2 * plain_error + (2.0**-50 if plain.dtype == np.float64 else 2.0**-22) * largest
+
+
+def sampled_rows(problem: Problem, count: int, seed: int) -> list[Part]:
+    """About that many rows, in blocks: the first, the last, and random ones in between."""
+    spans = (problem.batch * problem.heads_q, problem.seqlen_q)
+    parts = []
+    for t, rows in _draw(spans, count, seed):
+        *item, head = map(int, np.unravel_index(t, (*problem.lead, problem.heads_q)))
+        parts.append(Part(tuple(item), slice(head, head + 1), rows, slice(0, problem.seqlen_k)))
+    return parts
+
+
+def sampled_columns(problem: Problem, count: int, seed: int) -> list[Part]:
+    """About that many columns of scores, in blocks, each for all query heads of a kv head."""
+    spans = (problem.batch * problem.heads_kv, problem.seqlen_k)
+    parts = []
+    for t, cols in _draw(spans, count, seed):
+        *item, head = map(int, np.unravel_index(t, (*problem.lead, problem.heads_kv)))
+        heads = slice(head * problem.group, (head + 1) * problem.group)
+        parts.append(Part(tuple(item), heads, slice(0, problem.seqlen_q), cols))
+    return parts
+
+
+def _draw(spans: tuple[int, int], count: int, seed: int) -> list[tuple[int, slice]]:
+    """Blocks of rows (or columns) of some score matrices: as many as hold ``count`` rows."""
+    matrices, length = spans
+    if 0 in (matrices, length, count):
+        return []
+    per_matrix = -(-length // BLOCK)
+    last, wanted = matrices * per_matrix - 1, -(-count // BLOCK)
+    inner = np.random.default_rng(seed).integers(last + 1, size=max(0, wanted - 2)).tolist()
+    drawn = sorted({*[0, last][:wanted], *inner})
+    starts = [(block // per_matrix, block % per_matrix * BLOCK) for block in drawn]
+    return [(matrix, slice(start, min(start + BLOCK, length))) for matrix, start in starts]
+
+
+def part_arguments(problem: Problem, part: Part) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
+    """(q, k, v) and the options that compute the part by itself."""
+    p, item, heads, rows, cols = problem, part.item, part.heads, part.rows, part.cols
+    kv_head = heads.start // p.group
+    q = part.of(p.full("q"))
+    k, v = (p.full(name)[item][kv_head : kv_head + 1, cols] for name in ("k", "v"))
+    q_length, kv_length, offset = (int(x[item]) for x in p.host_lengths())
+    options: dict[str, Any] = {
+        "scale": p.scale,
+        "softcap": p.softcap,
+        "causal": p.causal,
+        "window": p.window,
+        "query_offset": offset + rows.start - cols.start,
+        "q_lengths": min(max(q_length - rows.start, 0), rows.stop - rows.start),
+        "kv_lengths": min(max(kv_length - cols.start, 0), cols.stop - cols.start),
+    }
+    for name in ("sinks", "alibi_slopes"):
+        if getattr(p, name) is not None:
+            options[name] = p.full(name)[item][heads]
+    for name in ("mask", "bias"):
+        if getattr(p, name) is not None:
+            options[name] = p.full(name)[item][heads, rows, cols]
+    if p.dropout is not None:
+        first = int(np.ravel_multi_index(item, p.lead)) if item else 0
+        origin = np.broadcast_to(p.dropout.origin_t, (*p.lead, p.heads_q))[item][heads]
+        options |= {
+            "dropout_p": p.dropout.p,
+            "dropout_seed": p.dropout.seed,
+            "dropout_offset": p.dropout.offset,
+            "dropout_origin": (
+                origin + first * p.heads_q + heads.start,
+                p.dropout.origin_i + rows.start,
+                p.dropout.origin_j + cols.start,
+            ),
+        }
+    return (q, k, v), options
+
+
+def judge_forward(problem: Problem, out: Any, lse: Any, parts: list[Part]) -> list[dict[str, Any]]:
+    """Judge out and lse at the sampled rows."""
+    found: dict[str, list[_Found]] = {"out": [], "lse": []}
+    for part in steps(parts, "checking rows"):
+        arguments, options = part_arguments(problem, part)
+        plain = testing.plain(*arguments, return_lse=True, **options)
+        exact = reference.attention(*arguments, return_lse=True, **options)
+        for name, *ways in zip(found, (part.of(out), part.of(lse)), plain, exact):
+            found[name].append(_Found(part, *to_host(tuple(ways))))
+    return [_judged_together(name, parts) for name, parts in found.items()]
+
+
+def judge_gradients(
+    problem: Problem, dout: Any, out: Any, lse: Any, gradients: Gradients, rows: list[Part], cols: list[Part]
+) -> list[dict[str, Any]]:
+    """Judge dq at the sampled rows; dk and dv at the sampled columns, as functions of the out and lse given."""
+    # A gradient summed over broadcast leading axes is not one item's alone.
+    names = [name for name in "qkv" if tuple(getattr(problem, name).shape[:-3]) == problem.lead]
+    full = {
+        name: x[None] if name in problem.two_d else x
+        for name, x in gradients._asdict().items()
+        if name in names
+    }
+    found: dict[str, list[_Found]] = {name: [] for name in names}
+    for part in steps(rows, "checking rows of dq") if "q" in names else ():
+        arguments, options = part_arguments(problem, part)
+        plain, exact = (f(part.of(dout), *arguments, wrt="q", **options).q for f in _BACKWARDS)
+        found["q"].append(_Found(part, *to_host((part.of(full["q"]), plain, exact))))
+    wrt = [name for name in names if name != "q"]
+    for part in steps(cols, "checking rows of dk and dv") if wrt else ():
+        arguments, options = part_arguments(problem, part)
+        given = (part.of(dout), *arguments, part.of(out), part.of(lse))
+        plain, exact = (f(*given, wrt=wrt, **options) for f in _BACKWARDS)
+        head = part.heads.start // problem.group
+        for name in wrt:
+            actual = full[name][part.item][head : head + 1, part.cols]
+            found[name].append(_Found(part, *to_host((actual, getattr(plain, name), getattr(exact, name)))))
+    return [_judged_together(f"d{name}", parts) for name, parts in found.items() if parts]
+
+
+_BACKWARDS = (testing.plain_backward, reference.attention_backward)
+
+
+class _Found(NamedTuple):
+    """A part's result, computed three ways."""
+
+    part: Part
+    actual: Any
+    plain: Any
+    exact: Any
+
+
+def _judged_together(what: str, found: list[_Found]) -> dict[str, Any]:
+    """One line for the results of all parts; where it fails, with the part that is worst."""
+    _, *ways = zip(*found)
+    line = judged(what, *(np.concatenate([x.reshape(-1) for x in way]) for way in ways))
+    if not line["passed"]:
+        worst = max(found, key=lambda x: testing.errors(x.actual, x.exact).max).part
+        line["worst_part"] = (
+            f"item {worst.item}, heads {worst.heads.start}:{worst.heads.stop}, "
+            f"rows {worst.rows.start}:{worst.rows.stop}, keys {worst.cols.start}:{worst.cols.stop}"
+        )
+    return line

@@ -1,0 +1,160 @@
+"""Forward pass of one tile of query rows: online softmax over tiles of keys (FlashAttention-2, algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .. import masks
+from ..problem import Problem
+from .scores import SMALL, Scorer, largest_norm
+from .tiles import (
+    Buffers,
+    Index,
+    Operand,
+    Tiles,
+    geometry_runs,
+    matrix_index,
+)
+
+
+class RowTile(NamedTuple):
+    """A tile of rows of consecutive score matrices that share a geometry."""
+
+    matrices: range
+    rows: slice
+    geometry: dict[str, Any]
+
+
+def row_tiles(problem: Problem, tiles: Tiles) -> Iterator[RowTile]:
+    """Every row of the result once; the last rows first, which under a causal mask have the most keys."""
+    p = problem
+    for first, stop, geometry in geometry_runs(p):
+        for t in range(first * p.heads_q, stop * p.heads_q, tiles.stack):
+            matrices = range(t, min(t + tiles.stack, stop * p.heads_q))
+            for row in reversed(range(0, p.seqlen_q, tiles.block_q)):
+                yield RowTile(matrices, slice(row, min(row + tiles.block_q, p.seqlen_q)), geometry)
+
+
+class ForwardWorker:
+    """One thread's forward pass: calls write their rows of out and lse."""
+
+    def __init__(self, problem: Problem, tiles: Tiles, out: np.ndarray, lse: np.ndarray) -> None:
+        self._problem, self._tiles = problem, tiles
+        self._out, self._lse = Operand(out, problem.out_shape), Operand(lse, problem.lse_shape)
+        self._heads = (*problem.lead, problem.heads_q)
+        self._buffers = Buffers(problem, tiles, backward=False)
+        self._scorer = Scorer(problem, tiles, self._buffers)
+        self._sinks = None if problem.sinks is None else Operand(problem.sinks, self._heads)
+        # Norms of the keys are worth a pass over them where they serve more than one tile of rows.
+        self._seeks_small = self._scorer.bare and problem.seqlen_q > tiles.block_q
+        self._norms_of: Any = None
+        self._norms: list[float] = []
+
+    def __call__(self, tile: RowTile) -> None:
+        """Compute the rows below q_length, and write 0 and -inf to the others."""
+        rows, q_length = tile.rows, tile.geometry["q_length"]
+        used = slice(rows.start, max(rows.start, min(rows.stop, q_length)))
+        index = matrix_index(tile.matrices, self._heads)
+        if used.start < used.stop:
+            self._attend(index, used, len(tile.matrices), tile.geometry)
+        if used.stop < rows.stop:
+            rest = slice(used.stop, rows.stop)
+            shape = (len(tile.matrices), rest.stop - rest.start)
+            self._out.write(index, rest, np.zeros((*shape, self._problem.head_dim_v), np.float32))
+            self._lse.write(index, rest, np.full(shape, -np.inf, np.float32))
+
+    def _attend(self, index: Index, rows: slice, stack: int, geometry: dict[str, Any]) -> None:
+        *lead, head = index
+        kv_index = (*lead, head // self._problem.group)
+        keys = masks.key_interval(rows.start, rows.stop, **geometry)
+        q = self._scorer.load_q(index, rows, stack)
+        small = False
+        if self._seeks_small:
+            norm_k = self._norm_of_keys(kv_index, geometry["kv_length"], *keys)
+            small = largest_norm(q) * norm_k <= SMALL
+        m, l, u = self._summarize(index, kv_index, rows, keys, geometry, q, small)
+        if small and ((l < 1e-6).any(where=l > 0) or not np.isfinite(u).all()):
+            # Without the maximum as a unit, values of v near the ends of the number range are lost.
+            m, l, u = self._summarize(index, kv_index, rows, keys, geometry, q, small=False)
+        self._finish(index, rows, m, l, u)
+
+    def _norm_of_keys(self, kv_index: Index, kv_length: int, start: int, stop: int) -> float:
+        """The largest norm of the tiles of keys that [start, stop) touches."""
+        block = self._tiles.block_kv
+        if self._norms_of != (kv_index, kv_length):
+            tiles = (slice(col, min(col + block, kv_length)) for col in range(0, kv_length, block))
+            self._norms = [largest_norm(self._scorer.load_k(kv_index, cols, 1)) for cols in tiles]
+            self._norms_of = (kv_index, kv_length)
+        # A NaN must come out as one: max() may lose it.
+        return float(np.max(self._norms[start // block : -(-stop // block)], initial=0))
+
+    def _summarize(
+        self,
+        index: Index,
+        kv_index: Index,
+        rows: slice,
+        keys: tuple[int, int],
+        geometry: dict[str, Any],
+        q: np.ndarray,
+        small: bool,
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The summary m, l, u of the keys: l and u are ``exp(s - m) @ (1, v)``, m is -inf where no key was seen.
+
+        m is the maximum of a row; where scores are ``small`` it is 0, which saves two passes over each tile.
+        """
+        scorer, take = self._scorer, self._buffers.take
+        stack, height, e = len(q), q.shape[1], self._problem.head_dim_v
+        m = np.full((stack, height), -np.inf, q.dtype)
+        l, u = np.zeros_like(m), take("out", stack, height, e)
+        u.fill(0)
+        start, stop = keys
+        for col in range(start, stop, self._tiles.block_kv):
+            cols = slice(col, min(col + self._tiles.block_kv, stop))
+            width = cols.stop - col
+            k, v = scorer.load_k(kv_index, cols, stack), scorer.load_v(kv_index, cols, stack)
+            scores = np.matmul(q, k.swapaxes(-1, -2), out=take("scores", stack, height, width))
+            scorer.options(scores, index, rows, cols, geometry)
+            if not small:
+                m = _update_max(scores, m, l, u)
+            p = np.exp(scores, out=scores)
+            l += np.matmul(p, take("ones", width))
+            dropped = scorer.dropped(index, rows, cols)
+            if dropped is not None:
+                np.copyto(p, 0, where=dropped)
+            u += np.matmul(p, v, out=take("product", stack, height, e))
+        if small:
+            m[l > 0] = 0
+        return m, l, u
+
+    def _finish(self, index: Index, rows: slice, m: np.ndarray, l: np.ndarray, u: np.ndarray) -> None:
+        """Take the sink in, normalise, and store."""
+        u[m == -np.inf] = 0  # saw no key: nothing of v, were it NaN
+        if self._sinks is not None:
+            sinks = self._sinks.read(index).astype(m.dtype)[:, None]
+            top = np.maximum(m, sinks)
+            shift = np.where(top == -np.inf, 0, top)
+            kept = np.exp(m - shift)
+            l, m = l * kept + np.exp(sinks - shift), top
+            u *= kept[..., None]
+        if self._problem.dropout is not None:
+            u *= m.dtype.type(self._problem.dropout.scale)
+        u /= np.where(l == 0, 1, l)[..., None]
+        self._out.write(index, rows, u)
+        # A score of +inf leaves NaN in l, and its own value in m.
+        self._lse.write(index, rows, np.where(m == np.inf, m, m + np.log(l)))
+
+
+def _update_max(scores: np.ndarray, m: np.ndarray, l: np.ndarray, u: np.ndarray) -> np.ndarray:
+    """The row maxima with this tile's, taken from the scores; l and u rescaled only where some row's has grown."""
+    top = np.maximum(m, scores.max(axis=-1))
+    # Rows that have seen nothing yet: exp(-inf - 0) is the 0 they need, exp(-inf + inf) is not.
+    shift = np.where(top == -np.inf, 0, top)
+    if not np.array_equal(top, m):
+        kept = np.exp(m - shift)
+        l *= kept
+        u *= kept[..., None]
+    scores -= shift[..., None]
+    return top

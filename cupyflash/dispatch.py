@@ -1,0 +1,195 @@
+"""The way of a call: host arrays to the CPU backend, device arrays to CUDA, results back in the caller's form."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from . import checks, cpu
+from .arrays import as_operand, is_device, stand_in
+from .cost import Plan
+from .problem import Gradients, Problem
+from .request import BackwardRequest, wanted_gradients
+
+OPTIONS = frozenset(
+    name
+    for name, parameter in inspect.signature(Problem.create).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+)
+
+
+def _cuda() -> ModuleType:
+    """The CUDA backend, imported when a call first needs it: `import cupyflash` does not wait for it."""
+    from . import cuda
+
+    return cuda
+
+
+def check_names(options: dict[str, Any], function: str) -> None:
+    """Refuse a keyword that `cupyflash.attention` does not take, in the words of Python's own error."""
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+
+
+def attention(
+    q: Any, k: Any, v: Any, options: dict[str, Any], *, return_lse: bool, out: Any, workspace: Any
+) -> Any:
+    """`cupyflash.attention`."""
+    if _wants_transfer(q, options):
+        moved, results = _outputs_on_device(out)
+        q, k, v, options = _to_device((q, k, v, options))
+        result = attention(q, k, v, options, return_lse=return_lse, out=moved, workspace=None)
+        return results(result)
+    problem = Problem.create(q, k, v, **options)
+    return _forward(problem, return_lse, out, workspace)[0]
+
+
+def attention_vjp(
+    q: Any, k: Any, v: Any, options: dict[str, Any], *, wrt: Any, return_lse: bool, out: Any, workspace: Any
+) -> tuple[Any, Callable[..., Gradients]]:
+    """`cupyflash.attention_vjp`."""
+    if _wants_transfer(q, options):
+        moved, results = _outputs_on_device(out)
+        q, k, v, options = _to_device((q, k, v, options))
+        result, device_vjp = attention_vjp(
+            q, k, v, options, wrt=wrt, return_lse=return_lse, out=moved, workspace=None
+        )
+        return results(result), lambda dout, dlse=None: _to_host(device_vjp(*_to_device((dout, dlse))))
+    problem = Problem.create(q, k, v, **options)
+    names = wanted_gradients(problem, wrt)
+    result, full, lse = _forward(problem, return_lse, out, workspace, need_lse=True)
+    if problem.squeeze:
+        full, lse = full[0], lse[0]
+
+    def vjp(dout: Any, dlse: Any = None) -> Gradients:
+        return _backward(BackwardRequest.create(problem, dout, full, lse, dlse=dlse, wrt=names), None)
+
+    return result, vjp
+
+
+def attention_backward(
+    dout: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    lse: Any,
+    options: dict[str, Any],
+    request: dict[str, Any],
+    *,
+    workspace: Any,
+) -> Gradients:
+    """`cupyflash.attention_backward`."""
+    if _wants_transfer(q, options):
+        given = request["grads_out"]
+        moved = _to_device((dout, q, k, v, out, lse, options, request))
+        gradients = _to_host(attention_backward(*moved, workspace=None))
+        for target, value in zip(given or (), gradients):
+            if target is not None:
+                target[...] = value
+        return gradients if given is None else given
+    problem = Problem.create(q, k, v, **options)
+    return _backward(BackwardRequest.create(problem, dout, out, lse, **request), workspace)
+
+
+def plan(
+    q: Any, k: Any, v: Any, options: dict[str, Any], *, backward: bool, family: str | None, arch: int | None
+) -> Plan:
+    """`cupyflash.plan`."""
+    backward = checks.flag(backward, "backward")
+    if family is not None or arch is not None:
+        options = {"backend": "cuda"} | options
+    described = {name: stand_in(x) for name, x in options.items()}
+    problem = Problem.create(stand_in(q), stand_in(k), stand_in(v), **described)
+    if problem.backend == "cuda":
+        return _cuda().plan(problem, backward=backward, family=family, arch=arch)
+    return cpu.plan(problem, backward)
+
+
+def _forward(
+    problem: Problem, return_lse: bool, out: Any, workspace: Any, need_lse: bool = False
+) -> tuple[Any, Any, Any]:
+    """(what the caller gets, out with its heads axis, lse with its heads axis)."""
+    return_lse = checks.flag(return_lse, "return_lse")
+    targets: tuple[Any, ...] = (None, None) if out is None else _given_outputs(problem, out, return_lse)
+    if problem.squeeze:
+        targets = tuple(None if x is None else x[None] for x in targets)
+    if problem.backend == "cuda":
+        need_lse = need_lse or return_lse
+        full, lse = _cuda().forward(problem, *targets, need_lse=need_lse, workspace=workspace)
+    else:
+        full, lse = cpu.forward(problem, *targets)
+    if out is not None:
+        return out, full, lse
+    result = (full[0], None if lse is None else lse[0]) if problem.squeeze else (full, lse)
+    return (result if return_lse else result[0]), full, lse
+
+
+def _given_outputs(problem: Problem, out: Any, return_lse: bool) -> tuple[Any, Any]:
+    """The ``out=`` argument as (out, lse or None), checked."""
+    if return_lse and not (isinstance(out, tuple) and len(out) == 2):
+        raise TypeError(f"with return_lse=True out must be a pair (out, lse), got {type(out).__name__}")
+    target, lse = out if return_lse else (out, None)
+    inputs = problem.inputs()
+    skip = 1 if problem.squeeze else 0
+    checks.output(target, "out", problem.out_shape[skip:], problem.out_dtype, inputs, problem.q)
+    if return_lse:
+        checks.output(lse, "lse", problem.lse_shape[skip:], problem.lse_dtype, [*inputs, target], problem.q)
+    return target, lse
+
+
+def _backward(request: BackwardRequest, workspace: Any) -> Gradients:
+    if request.problem.backend == "cuda":
+        return _cuda().backward(request, workspace=workspace)
+    return cpu.backward(request)
+
+
+def _wants_transfer(q: Any, options: dict[str, Any]) -> bool:
+    """Whether host arrays were given with an explicit backend="cuda"."""
+    return options.get("backend") == "cuda" and not is_device(as_operand(q, "q"))
+
+
+def _map_arrays(function: Callable[[Any], Any], x: Any) -> Any:
+    """``function`` applied to every array of a nest of tuples, named tuples and dicts."""
+    if isinstance(x, Gradients):
+        return Gradients(*(_map_arrays(function, y) for y in x))
+    if isinstance(x, tuple):
+        return tuple(_map_arrays(function, y) for y in x)
+    if isinstance(x, dict):
+        return {key: _map_arrays(function, y) for key, y in x.items()}
+    return function(x) if hasattr(x, "dtype") else x
+
+
+def _to_device(x: Any) -> Any:
+    cupy = _cuda().require()
+    return _map_arrays(lambda y: cupy.asarray(y) if isinstance(y, np.ndarray) and y.ndim else y, x)
+
+
+def _to_host(x: Any) -> Any:
+    return _map_arrays(lambda y: y.get() if is_device(y) else y, x)
+
+
+def _outputs_on_device(out: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Device arrays to stand for the host's ``out=``, and what brings results back into it."""
+    if out is None:
+        return None, _to_host
+    pair = out if isinstance(out, tuple) else (out,)
+    for x in pair:
+        if not isinstance(x, np.ndarray) or not x.flags.writeable:
+            raise ValueError(
+                f"out must be writeable host arrays beside host inputs, got {checks.describe(x)}"
+            )
+    cupy = _cuda().require()
+    moved = _map_arrays(lambda x: cupy.empty(x.shape, x.dtype), out)
+
+    def results(result: Any) -> Any:
+        for target, value in zip(pair, result if isinstance(result, tuple) else (result,)):
+            target[...] = value.get()
+        return out
+
+    return moved, results

@@ -1,0 +1,566 @@
+"""The command line: what it prints is what the API computes, and what it must refuse it refuses."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from support import BFLOAT16, assert_same, normal, qkv
+
+import cupyflash
+from cupyflash import reference, testing
+from cupyflash.cli import _case, main
+from cupyflash.cli._judge import part_arguments, sampled_columns, sampled_rows
+from cupyflash.cli._report import steps
+from cupyflash.cuda import device
+from cupyflash.problem import Problem
+
+COMMANDS = ("check", "estimate", "info", "mask", "online", "run")
+PNG = b"\x89PNG\r\n\x1a\n"
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*words, code=0):
+    """The output of a command that ends with that exit code, without a traceback."""
+    result = CliRunner().invoke(main, [str(word) for word in words])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def report(*words, code=0):
+    return json.loads(run(*words, "--json", code=code))
+
+
+def load(path):
+    with np.load(path) as archive:
+        return dict(archive)
+
+
+def examples(name):
+    text = main.get_command(click.Context(main), name).epilog
+    return [shlex.split(line)[2:] for line in text.splitlines() if line.strip().startswith("cupyflash ")]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A working directory with the input files that the examples name."""
+    monkeypatch.chdir(tmp_path)
+    q, k, v = qkv(np, 2, 4, 24, d=8, heads_kv=2)
+    np.savez("qkv.npz", q=q, k=k, v=v)
+    for name, x in {"q": q, "k": k, "v": v, "bias": normal(np, (24, 24), seed=5)}.items():
+        np.save(f"{name}.npy", x)
+    return q, k, v
+
+
+# The group
+
+
+def test_every_command_has_help_with_examples():
+    listed = run("--help")
+    for name in COMMANDS:
+        assert name in listed
+        assert "Examples:\n    cupyflash " in run(name, "--help")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_examples_of_the_help_are_valid(name, files):
+    command = main.get_command(click.Context(main), name)
+    for words in examples(name):
+        command.make_context(name, words)
+
+
+def test_version_and_unknown_command():
+    assert run("--version") == f"cupyflash {cupyflash.__version__}\n"
+    assert "No such command 'fly'" in run("fly", code=2)
+    assert "_files" not in run("--help")
+
+
+@pytest.mark.parametrize("start", [["-m", "cupyflash"], [str(ROOT / "scripts" / "quick_run.py")]])
+def test_it_starts_as_a_module_and_from_a_checkout(start, tmp_path):
+    done = subprocess.run(
+        [sys.executable, *start, "online", "--json"], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    assert round(json.loads(done.stdout)["out"], 4) == 3.8707
+
+
+def test_help_imports_neither_cupy_nor_matplotlib():
+    code = (
+        "import sys; from cupyflash.cli import main; main(['--help'], standalone_mode=False); "
+        "print(sorted({'cupy', 'matplotlib', 'torch', 'ml_dtypes'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_progress_is_shown_on_a_terminal_alone(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for stream, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert list(steps([3, 1, 2], "counting")) == [3, 1, 2]
+        assert ("counting" in stream.getvalue() and "100%" in stream.getvalue()) is shown
+
+
+# online
+
+
+def test_online_shows_the_worked_example():
+    steps = report("online")["steps"]
+    assert [round(step["u/l"], 4) for step in steps] == [2.0, 3.4621, 3.8707]
+    assert [step["m"] for step in steps] == [1000, 1001, 1001]
+    weights = np.exp([-1.0, 0.0, -2.0])
+    assert math.isclose(steps[-1]["l"], weights.sum())
+    assert math.isclose(report("online")["lse"], 1001 + math.log(weights.sum()))
+    assert "3.87067" in run("online")
+
+
+def test_online_blocks_change_nothing_but_the_steps():
+    words = ("online", "--scores", "1,2,3,-inf,5", "--values", "1,0,0,7,1")
+    whole, pairs = report(*words, "--block", 9), report(*words, "--block", 2)
+    assert (len(whole["steps"]), len(pairs["steps"])) == (1, 3)
+    assert pairs["steps"][1]["block"] == [3.0, "-inf"]
+    weights = np.exp([1.0, 2, 3, -np.inf, 5])
+    assert math.isclose(pairs["out"], weights @ [1, 0, 0, 7, 1] / weights.sum())
+    assert math.isclose(pairs["out"], whole["out"])
+
+
+def test_online_of_nothing_but_hidden_keys():
+    hidden = report("online", "--scores=-inf,-inf", "--values", "1,2")
+    assert (hidden["out"], hidden["lse"]) == (0, "-inf")
+
+
+# mask
+
+
+def test_mask_prints_who_sees_whom():
+    text = run("mask", "--shape", "3,5", "--causal", "bottom_right", "--window", "1,0")
+    assert text.splitlines()[-3:] == ["0 1 1 0 0", "0 0 1 1 0", "0 0 0 1 1"]
+    found = report(
+        "mask", "--shape", "4,3", "--query-offset", "-1", "--causal", "--kv-lengths", 2, "--q-lengths", 3
+    )
+    assert found["mask"] == ["000", "100", "110", "000"]
+    assert (found["allowed"], found["rows_that_see_nothing"]) == (3, 2)
+
+
+def test_mask_includes_dropout():
+    found = report(
+        "mask", "--shape", "20,40", "--causal", "top_left", "--dropout-p", 0.4, "--dropout-seed", 2**40,
+        "--dropout-offset", 3, "--dropout-origin", "5,16,7",
+    )  # fmt: skip
+    kept = cupyflash.dropout_mask((1, 20, 40), 0.4, 2**40, 3, (5, 16, 7))[0] & np.tri(20, 40, dtype=bool)
+    assert found["mask"] == ["".join(map(str, row)) for row in kept.astype(int)]
+    assert found["kept"] == kept.sum()
+    assert "dropout_seed is required" in run("mask", "--dropout-p", 0.5, code=2)
+
+
+def test_mask_plots_what_is_too_large_for_text(tmp_path):
+    assert "use --plot" in run("mask", "--shape", "100,100", code=2)
+    picture = tmp_path / "mask.png"
+    run("mask", "--shape", "100,100", "--causal", "--dropout-p", 0.1, "--dropout-seed", 1, "--plot", picture)
+    assert picture.read_bytes().startswith(PNG)
+    assert "too many" in run("mask", "--shape", "100000,100000", "--plot", picture, "--force", code=2)
+
+
+# estimate
+
+
+def test_estimate_of_the_usual_lengths():
+    short = report("estimate", "--shape", "1,1,8192,64")
+    assert short["score_matrix_bytes"] == 128 * 2**20
+    assert "128 MiB" in run("estimate", "--shape", "1,1,8192,64")
+    long = report("estimate", "--shape", "1,2,100000,64", "--causal")
+    assert long["score_matrix_bytes"] == 20 * 10**9
+    assert long["all_score_matrices_bytes"] == 40 * 10**9
+    assert "20 GB" in run("estimate", "--shape", "1,1,100000,64")
+    assert long["flops"] == 2 * 4 * 64 * 100_000 * 100_001 // 2
+    naive, tiled, once = long["algorithms"]
+    assert naive["flops"] == 2 * 4 * 64 * 100_000**2
+    assert naive["bytes"] > 4 * 40 * 10**9 > 100 * once["bytes"]
+    assert once["bytes"] < tiled["bytes"] < naive["bytes"] / 4
+    assert naive["peak_memory_bytes"] == once["peak_memory_bytes"] + 40 * 10**9
+
+
+def test_estimate_bounds_the_time_on_a_gpu():
+    found = report("estimate", "--shape", "1,16,4096,128", "--gpu", "h100-sxm")
+    flops = 4 * 16 * 4096**2 * 128
+    once = found["roofline"]["bounds"][2]
+    assert (once["limit"], once["algorithm"]) == ("compute", "once")
+    assert math.isclose(once["at_least_seconds"], flops / 989.4e12)
+    assert found["roofline"]["bounds"][0]["limit"] == "memory"
+    given = report("estimate", "--shape", "1,16,4096,128", "--peak-tflops", 989.4, "--bandwidth", 3350)
+    assert given["roofline"]["bounds"] == found["roofline"]["bounds"]
+
+
+def test_estimate_takes_the_peak_of_the_precision():
+    def peak(*words):
+        found = report("estimate", "--dtype", "float32", "--gpu", "A100-80GB", *words)
+        return found["roofline"]["peak_flops_per_second"] / 1e12
+
+    assert peak() == 19.5
+    assert peak("--precision", "tf32") == 156
+    assert math.isclose(peak("--precision", "tf32x3"), 52)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--gpu", "V100", "--dtype", "bfloat16"), "V100: this GPU has no bfloat16 products"),
+        (("--gpu", "H200", "--peak-tflops", 5), "not both"),
+        (("--bandwidth", 5), "go together"),
+        (("--plot", "roof.png"), "give --gpu"),
+        (("--shape", "64"), "at least length,head_dim"),
+        (("--seqlen-k", 9, "--causal"), "bottom_right"),
+        (("--heads-kv", 3), "multiple of heads_kv"),
+    ],
+)
+def test_estimate_refuses(words, text):
+    assert text in run("estimate", *words, code=2)
+
+
+def test_estimate_plots_the_roofline(tmp_path):
+    picture = tmp_path / "roof.png"
+    run("estimate", "--gpu", "B200", "--backward", "--plot", picture)
+    assert picture.read_bytes().startswith(PNG)
+    assert "--force overwrites it" in run("estimate", "--gpu", "B200", "--plot", picture, code=2)
+
+
+def test_plots_without_matplotlib_name_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for words in (("mask",), ("estimate", "--gpu", "T4")):
+        assert "pip install 'cupyflash[plot]'" in run(*words, "--plot", tmp_path / "x.png", code=2)
+    assert not list(tmp_path.iterdir())
+
+
+# run
+
+
+def test_run_reports_kernel_time_memory_and_error():
+    found = report(
+        "run", "--shape", "2,4,40,16", "--heads-kv", 2, "--seqlen-k", 50, "--head-dim-v", 8, "--backward"
+    )
+    assert found["arrays"]["q"] == "float32 (2, 4, 40, 16)"
+    assert found["arrays"]["k"] == "float32 (2, 2, 50, 16)"
+    assert found["arrays"]["v"] == "float32 (2, 2, 50, 8)"
+    assert found["forward"]["flops"] == 2 * 8 * 40 * 50 * (16 + 8)
+    assert found["forward"]["all_score_matrices_bytes"] == 8 * 40 * 50 * 4
+    for section in ("forward", "backward"):
+        assert found[section]["kernel"].startswith(f"cpu {'fwd' if section == 'forward' else 'bwd'} float32 ")
+        assert found[section]["seconds"] > 0
+        assert found[section]["extra_memory_bytes"] > 0
+    assert [line["result"] for line in found["check"]] == ["out", "lse", "dq", "dk", "dv"]
+    for line in found["check"]:
+        assert 0 < line["max_error"] <= line["bound"] < 1e-4
+    assert found["passed"] is True
+    text = run("run", "--shape", "2,40,16")
+    assert "kernel" in text
+    assert "passed" in text
+
+
+OPTIONS = {
+    "causal": (("--causal",), {"causal": True}),
+    "bottom right": (("--causal", "bottom_right"), {"causal": "bottom_right"}),
+    "window": (("--window", "5,none"), {"window": (5, None)}),
+    "offset": (("--query-offset", "3", "--causal"), {"query_offset": 3, "causal": True}),
+    "lengths": (("--kv-lengths", "20,0", "--q-lengths", "24,7"), {"kv_lengths": [20, 0], "q_lengths": [24, 7]}),
+    "scale": (("--scale", "0.3", "--softcap", "2"), {"scale": 0.3, "softcap": 2.0}),
+    "alibi": (("--alibi", "--causal"), {"alibi_slopes": cupyflash.alibi_slopes(4), "causal": True}),
+    "dropout": (
+        ("--dropout-p", "0.3", "--dropout-seed", "9", "--dropout-offset", "4", "--dropout-origin", "1,2,3"),
+        {"dropout_p": 0.3, "dropout_seed": 9, "dropout_offset": 4, "dropout_origin": (1, 2, 3)},
+    ),
+    "precision": (("--precision", "ieee", "--no-deterministic"), {"precision": "ieee", "deterministic": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "options"), OPTIONS.values(), ids=OPTIONS)
+def test_run_computes_what_the_api_does(words, options, files):
+    q, k, v = files
+    found = report("run", "--npz", "qkv.npz", *words, "--backward", "--dout", "q.npy", "--output", "all.npz")
+    assert found["passed"]
+    (out, lse), vjp = cupyflash.attention_vjp(q, k, v, return_lse=True, **options)
+    expected = {"out": out, "lse": lse} | {
+        f"d{name}": x for name, x in vjp(q)._asdict().items() if x is not None
+    }
+    saved = load("all.npz")
+    assert sorted(saved) == sorted(expected)
+    for name, x in expected.items():
+        assert_same(saved[name], x, name)
+
+
+def test_run_takes_arrays_of_options_from_files(files):
+    q, k, v = files
+    mask = np.random.default_rng(1).random((24, 24)) < 0.6
+    slopes, sinks = normal(np, (4,), seed=2), normal(np, (4,), seed=3)
+    for name, x in (("mask", mask), ("slopes", slopes), ("sinks", sinks)):
+        np.save(f"{name}.npy", x)
+    words = ("--mask", "mask.npy", "--bias", "bias.npy", "--sinks", "sinks.npy", "--alibi", "slopes.npy")
+    found = report(
+        "run", "--q", "q.npy", "--k", "k.npy", "--v", "v.npy", *words, "--backward", "--output", "o.npz"
+    )
+    assert found["passed"]
+    options = {"mask": mask, "bias": np.load("bias.npy"), "sinks": sinks, "alibi_slopes": slopes}
+    saved = load("o.npz")
+    assert_same(saved["out"], cupyflash.attention(q, k, v, **options))
+    assert set(saved) == {"out", "lse", "dq", "dk", "dv", "dbias", "dsinks", "dalibi_slopes"}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_run_converts_and_checks_every_dtype(dtype, files):
+    found = report("run", "--npz", "qkv.npz", "--dtype", dtype, "--causal", "--backward", "--sample", 200)
+    assert found["arrays"]["q"].startswith(dtype)
+    assert found["passed"]
+    assert 500 < found["check"][0]["values"] <= 2 * 4 * 24 * 8
+
+
+def test_run_reads_back_the_bfloat16_that_numpy_saved(files):
+    np.savez("half.npz", **{name: x.astype(BFLOAT16) for name, x in zip("qkv", files)})
+    assert report("run", "--npz", "half.npz")["arrays"]["q"] == "bfloat16 (2, 4, 24, 8)"
+
+
+def test_run_takes_two_dimensional_arrays_and_empty_ones():
+    assert report("run", "--shape", "30,8", "--seqlen-k", 20, "--backward")["passed"]
+    assert report("run", "--shape", "2,3,0,8", "--backward")["check"] == []
+    nothing = report("run", "--shape", "2,3,5,8", "--seqlen-k", 0, "--backward")
+    assert nothing["passed"]
+    assert nothing["check"][0]["max_error"] == 0
+
+
+def test_run_fails_where_one_value_is_wrong(monkeypatch):
+    def wrong(*arrays, **options):
+        out, lse = cupyflash.attention(*arrays, **options)
+        out[..., -1, 3] += 1e-4
+        return out, lse
+
+    monkeypatch.setattr(_case, "attention", wrong)
+    found = report("run", "--shape", "2,2,33,8", code=1)
+    assert found["passed"] is False
+    assert "out: max error" in found["check"][0]["failure"]
+    assert found["check"][1]["passed"]
+    run("run", "--shape", "2,2,33,8", "--sample", 0)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_run_fails_where_a_gradient_is_wrong(name, monkeypatch):
+    def wrong(*arrays, **options):
+        gradients = cupyflash.attention_backward(*arrays, **options)
+        getattr(gradients, name)[..., 0, 1] *= 1.01
+        return gradients
+
+    monkeypatch.setattr(_case, "attention_backward", wrong)
+    found = report("run", "--shape", "2,2,33,8", "--backward", code=1)
+    assert [line["result"] for line in found["check"] if not line["passed"]] == [f"d{name}"]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--shape", "2,3"), "passed"),
+        (("--shape", "2,x"), "not a list of integers"),
+        (("--shape", "2,3,4,0"), "head_dim d >= 1"),
+        (("--shape", "2,3,-4,8"), "below 0"),
+        (("--shape", "9,8", "--heads-kv", 2), "needs a --shape with heads"),
+        (("--seqlen-k", 9, "--causal"), "causal='bottom_right'"),
+        (("--causal", "sideways"), "'sideways' is not one of"),
+        (("--window", "3"), "not LEFT,RIGHT"),
+        (("--window", "3,-1"), "window[1] must be at least 0"),
+        (("--softcap", "0"), "softcap must be > 0"),
+        (("--scale", "nan"), "scale must be finite"),
+        (("--dropout-p", "0.5"), "dropout_seed is required"),
+        (("--dropout-p", "2", "--dropout-seed", 1), "dropout_p must lie in [0, 1]"),
+        (("--kv-lengths", "9999"), "kv_lengths must lie in [0, 1024]"),
+        (("--precision", "tf32", "--dtype", "float16"), "precision"),
+        (("--npz", "qkv.npz", "--q", "q.npy"), "not both"),
+        (("--q", "q.npy"), "go together"),
+        (("--npz", "qkv.npz", "--shape", "1,2,3,4"), "leave them out beside files"),
+        (("--npz", "missing.npz"), "does not exist"),
+        (("--npz", "q.npy"), "expected an .npz archive"),
+        (("--q", "qkv.npz", "--k", "k.npy", "--v", "v.npy"), "is an .npz archive"),
+        (("--npz", "qkv.npz", "--backward", "--dout", "bias.npy"), "--dout must have out's shape"),
+        (("--npz", "qkv.npz", "--mask", "bias.npy"), "mask must be bool"),
+    ],
+)
+def test_run_refuses(words, text, files):
+    if text == "passed":
+        assert text in run("run", *words)
+    else:
+        assert text in run("run", *words, code=2)
+
+
+def test_damaged_and_pickled_files_are_refused(files):
+    Path("text.npy").write_text("hello")
+    Path("empty.npz").write_bytes(b"")
+    Path("cut.npz").write_bytes(Path("qkv.npz").read_bytes()[:-100])
+    Path("cut.npy").write_bytes(Path("q.npy").read_bytes()[:-100])
+    np.save("pickled.npy", np.array([{}], object), allow_pickle=True)
+    np.savez("pickled.npz", q=np.array([{}], object), k=np.zeros((2, 2)), v=np.zeros((2, 2)))
+    np.savez("partial.npz", q=np.zeros((2, 2)))
+    for name in ("empty.npz", "cut.npz", "pickled.npz"):
+        assert f"cannot read {name}" in run("run", "--npz", name, code=2)
+    for name in ("text.npy", "cut.npy", "pickled.npy"):
+        assert f"cannot read {name}" in run("run", "--q", name, "--k", "k.npy", "--v", "v.npy", code=2)
+    assert "no array named k, v; it holds q" in run("run", "--npz", "partial.npz", code=2)
+    assert "allow_pickle=False" in run("run", "--npz", "pickled.npz", code=2)
+
+
+def test_output_is_whole_or_absent_and_never_overwritten_unasked(files, monkeypatch):
+    words = ("run", "--npz", "qkv.npz", "--sample", 0, "--output", "out.npz")
+    before = set(Path().iterdir())
+    with monkeypatch.context() as patch:
+
+        def full_disk(file, **arrays):
+            file.write(b"half")
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(np, "savez", full_disk)
+        assert "No space left on device" in run(*words, code=2)
+    assert set(Path().iterdir()) == before
+    run(*words)
+    content = Path("out.npz").read_bytes()
+    assert "out.npz exists: --force overwrites it" in run(*words, "--scale", 3, code=2)
+    assert Path("out.npz").read_bytes() == content
+    run(*words, "--scale", 3, "--force")
+    assert Path("out.npz").read_bytes() != content
+    assert set(Path().iterdir()) == before | {Path("out.npz")}
+    assert "not a regular file" in run(*words[:-1], ".", "--force", code=2)
+    assert "there is no directory" in run(*words[:-1], "no/where.npz", code=2)
+
+
+def test_cuda_without_a_gpu_says_what_is_missing():
+    if device.missing() is None:
+        pytest.skip("there is a GPU")
+    for command in ("run", "check"):
+        assert "backend='cuda' is not available" in run(command, "--backend", "cuda", code=2)
+
+
+# The parts that stand for the whole in run's check
+
+
+PART_OPTIONS = (
+    {},
+    {"causal": True, "window": (9, None)},
+    {"query_offset": [-3, 4], "causal": True, "q_lengths": [13, 20], "kv_lengths": [15, 2]},
+    {"causal": "bottom_right", "q_lengths": [13, 20], "kv_lengths": [15, 2]},
+    {"dropout_p": 0.4, "dropout_seed": 5, "dropout_origin": (7, 21, 35), "dropout_offset": 2},
+    {"dropout_p": 0.4, "dropout_seed": 5, "dropout_origin": (np.arange(8).reshape(2, 4) * 3, 0, 0)},
+    {"softcap": 1.5, "scale": -0.4, "alibi_slopes": np.linspace(0.1, 0.9, 4)},
+    {
+        "mask": np.random.default_rng(0).random((4, 20, 20)) < 0.7,
+        "bias": np.random.default_rng(1).standard_normal((2, 1, 1, 20)),
+        "sinks": np.random.default_rng(2).standard_normal((2, 4)),
+    },
+)
+
+
+@pytest.mark.parametrize("options", PART_OPTIONS, ids=range(len(PART_OPTIONS)))
+def test_parts_are_the_whole_seen_through_a_hole(options):
+    q, k, v = qkv(np, 2, 4, 20, d=6, e=5, heads_kv=2, dtype=np.float64)
+    problem = Problem.create(q, k, v, **options)
+    out, lse = reference.attention(q, k, v, return_lse=True, **options)
+    dout = normal(np, out.shape, np.float64, 8)
+    whole = reference.attention_backward(dout, q, k, v, out, lse, **options)
+    rows, columns = sampled_rows(problem, 10**4, 0), sampled_columns(problem, 10**4, 0)
+    assert (len(rows), len(columns)) == (2 * 4 * 2, 2 * 2 * 2)
+    for part in rows:
+        arguments, local = part_arguments(problem, part)
+        part_out, part_lse = reference.attention(*arguments, return_lse=True, **local)
+        dq = reference.attention_backward(part.of(dout), *arguments, wrt="q", **local).q
+        np.testing.assert_allclose(part_out, part.of(out), atol=1e-13)
+        np.testing.assert_allclose(part_lse, part.of(lse), atol=1e-13)
+        np.testing.assert_allclose(dq, part.of(whole.q), atol=1e-13)
+    for part in columns:
+        arguments, local = part_arguments(problem, part)
+        found = reference.attention_backward(
+            part.of(dout), *arguments, part.of(out), part.of(lse), wrt=("k", "v"), **local
+        )
+        head = part.heads.start // 2
+        for name in ("k", "v"):
+            expected = getattr(whole, name)[part.item][head : head + 1, part.cols]
+            np.testing.assert_allclose(getattr(found, name), expected, atol=1e-13)
+
+
+def test_the_sample_has_the_first_and_the_last_row():
+    problem = Problem.create(*qkv(np, 2, 4, 50, heads_kv=2))
+    rows = [(*part.item, part.heads.start, part.rows) for part in sampled_rows(problem, 100, 3)]
+    assert rows[0] == (0, 0, slice(0, 16))
+    assert rows[-1] == (1, 3, slice(48, 50))
+    assert 3 < len(rows) <= 7
+    assert sampled_rows(problem, 0, 3) == []
+
+
+# check
+
+
+SMALL_CHECK = ("check", "--shape", "1,2,64,16", "--lengths", "256,512")
+
+
+def test_check_shows_each_claim_with_its_evidence():
+    found = report(*SMALL_CHECK, "--causal", "--heads-kv", 1, "--alibi")
+    results = {line["result"]: line for line in found["exactness"]["results"]}
+    assert list(results) == ["out", "lse", "dq", "dk", "dv", "dalibi_slopes"]
+    assert results["dk"]["values"] == 64 * 16
+    assert all(line["plain_error"] > 0 and line["max_error"] <= line["bound"] for line in results.values())
+    forward = found["memory"]["forward"]
+    assert [line["length"] for line in forward] == [256, 512]
+    assert forward[1]["plain_extra_bytes"] >= forward[1]["score_matrices_bytes"] == 2 * 512 * 512 * 4
+    assert [line["pass"] for line in found["speed"]["passes"]] == ["forward", "backward"]
+    assert found["passed"] is True
+
+
+def test_check_runs_one_claim_alone():
+    found = report(
+        *SMALL_CHECK, "--claim", "exactness", "--dtype", "bfloat16", "--dropout-p", 0.2, "--dropout-seed", 1
+    )
+    assert "memory" not in found
+    assert "speed" not in found
+    assert found["passed"] is True
+    text = run(*SMALL_CHECK, "--claim", "speed")
+    assert "times as fast" in text
+
+
+def test_check_fails_where_a_claim_does(monkeypatch):
+    def coarse(*arrays, return_lse=False, **options):
+        out, lse = cupyflash.attention(*arrays, return_lse=True, **options)
+        return out.astype(np.float16).astype(np.float32), lse
+
+    monkeypatch.setattr(_case, "attention", coarse)
+    found = report(*SMALL_CHECK, "--claim", "exactness", code=1)
+    assert [line["passed"] for line in found["exactness"]["results"][:2]] == [False, True]
+    monkeypatch.setattr(_case, "attention", testing.plain)
+    assert report(*SMALL_CHECK, "--claim", "memory", code=1)["memory"]["passed"] is False
+
+
+@pytest.mark.parametrize("lengths", ["64", "64,64", "64,127", "128,64"])
+def test_check_needs_lengths_that_double(lengths):
+    assert "at least twice the last" in run("check", "--lengths", lengths, code=2)
+
+
+# info
+
+
+def test_info_says_what_is_there():
+    found = report("info")
+    assert found["packages"]["numpy"] == np.__version__
+    assert found["cpu_backend"]["available"] is True
+    assert found["cuda_backend"]["available"] == ("cuda" in cupyflash.available_backends())
+    assert f"cupyflash     {cupyflash.__version__}" in run("info")
+
+
+def test_info_says_why_there_is_no_cuda(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    found = report("info")["cuda_backend"]
+    assert found["available"] is False
+    assert "CuPy is not installed" in found["reason"]
+    assert "cupyflash[cuda12]" in found["reason"]
