@@ -1,0 +1,20 @@
+"""The CUDA backend. Importing it needs neither CuPy nor a GPU; launching needs both."""
+
+from .calls import keep, recall
+from .device import available_backends
+from .device import require_gpu as require
+from .launch import backward, forward
+from .plan import plan
+from .warmup import compile_kernels, is_compiled
+
+__all__ = [
+    "available_backends",
+    "backward",
+    "compile_kernels",
+    "forward",
+    "is_compiled",
+    "keep",
+    "plan",
+    "recall",
+    "require",
+]

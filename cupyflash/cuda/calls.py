@@ -1,0 +1,208 @@
+"""The fast way of `cupyflash.attention` on CuPy arrays: calls of a form seen before skip all but the launch.
+
+The key of a call holds everything that `Problem` checks or that a launch depends on, except the addresses of arrays,
+the values in device arrays and the dropout seed and offset: those are filled in anew. Only calls that went all the
+way once are remembered, so nothing is accepted here that was not accepted there.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from inspect import signature
+from operator import itemgetter
+from typing import Any
+
+import numpy as np
+
+from ..problem import Problem
+from .launch import fits, forward_recipe_of
+from .machine import Gpu, gpu
+from .operands import layout_bytes, layout_in_order, layouts, numbers, tensors
+from .params import ADDRESSES, CALL_BYTES, NUMBERS, Layout, pack_call
+from .recipe import Sizes
+
+MOST_CALLS = 1024
+_WRITTEN = ADDRESSES.index("dropout_offset") + 1  # the forward's addresses are the first of the record
+_ADDRESSES = struct.Struct(f"={_WRITTEN}Q")
+_RANDOM = struct.Struct("=2Q")
+_RANDOM_AT = 8 * (len(ADDRESSES) + NUMBERS.index("dropout_seed_value"))
+# Options that may be device arrays, with the name of their address. A number for one of the first four becomes an
+# array on its way: such calls are not remembered. The last two may be numbers below a limit, which are filled in.
+_ARRAYS = {"mask": "mask", "bias": "bias", "sinks": "sinks", "alibi_slopes": "slopes"}
+_ARRAYS |= {"q_lengths": "q_length", "kv_lengths": "kv_length", "query_offset": "query_offset"}
+_ARRAYS |= {"dropout_seed": "dropout_seed", "dropout_offset": "dropout_offset"}
+_NUMBERS_ON_DEVICE = 4
+_SEED, _COUNTER_LIMITS = 7, (2**64, 2**32)
+_PLACES = tuple(map(ADDRESSES.index, _ARRAYS.values()))
+_OTHERS = [name for name in signature(Problem.create).parameters if name not in ("q", "k", "v", *_ARRAYS)]
+_P = len(_ARRAYS) + _OTHERS.index("dropout_p")
+_values = itemgetter(*_ARRAYS, *_OTHERS)
+_NOT_GIVEN, _NO_ARRAYS = (0,) * (_WRITTEN - 3), (None,) * _NUMBERS_ON_DEVICE
+
+_known: dict[tuple[Any, ...], _Call] = {}
+
+
+def recall(q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool) -> tuple[Any, Any]:
+    """(key, result) of a call without ``out=``: no key where it cannot be remembered, no result where it is new.
+
+    ``options`` are all keywords of `Problem.create`.
+    """
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not (type(q) is type(k) is type(v) is cupy.ndarray):
+        return None, None
+    values, random = _values(options), [0, 0]
+    at_q, at_k, at_v = q.data, k.data, v.data
+    row = [at_q.ptr, at_k.ptr, at_v.ptr, *_NOT_GIVEN]
+    arrays = (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
+    devices = (at_q.device_id, at_k.device_id, at_v.device_id)
+    kinds = tuple(map(type, values))  # 1, 1.0 and True are one key otherwise, and not one meaning
+    key = (arrays, devices, return_lse, type(return_lse), values, kinds)
+    try:
+        if kinds[_P] is not float or values[_P] != 0.0:
+            raise TypeError
+        call = _known.get(key)
+        if values[:_NUMBERS_ON_DEVICE] != _NO_ARRAYS:
+            return None, None
+    except TypeError:  # an array, which no key can hold, or dropout
+        described = _described(values, cupy.ndarray, row, random)
+        if described is None:
+            return None, None
+        key = (*key[:-2], described, kinds)
+        try:
+            call = _known.get(key)
+        except TypeError:  # a list or a host array
+            return None, None
+    return key, None if call is None else call(row, random)
+
+
+def _described(
+    values: tuple[Any, ...], ndarray: Any, row: list[int], random: list[int]
+) -> tuple[Any, ...] | None:
+    """The options without what each call fills in, which goes to ``row`` and ``random``; None if not to remember."""
+    described = list(values)
+    for index, place in enumerate(_PLACES):
+        value = values[index]
+        if type(value) is ndarray:
+            pointer = value.data
+            row[place] = pointer.ptr
+            described[index] = (value.shape, value.strides, value.dtype, pointer.device_id)
+        elif index >= _SEED and value is not None:
+            if type(value) is not int or not 0 <= value < _COUNTER_LIMITS[index - _SEED]:
+                return None
+            random[index - _SEED] = value
+            described[index] = None
+        elif value is not None and index < _NUMBERS_ON_DEVICE:
+            return None
+    return tuple(described)
+
+
+def keep(key: Any, problem: Problem, return_lse: bool) -> None:
+    """Remember a call that ran, under the key that `recall` gave."""
+    if key is None:
+        return
+    machine = gpu(problem.q.device.id)
+    with machine.current():
+        call = _Call.of(machine, problem, return_lse)
+    if call is not None:
+        if len(_known) >= MOST_CALLS:
+            _known.clear()
+        _known[key] = call
+
+
+def clear() -> None:
+    """Forget all calls."""
+    _known.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One form of call: a loaded kernel, its grid, and the record but for what each call brings."""
+
+    machine: Gpu
+    function: Any
+    launch: tuple[Any, ...]  # grid, threads, bytes of shared memory
+    record: bytes
+    out: tuple[Any, ...]  # what `_empty` takes
+    lse: tuple[Any, ...] | None
+    dropout: bool
+    itemsize: int
+    get_device: Callable[[], int]
+    ndarray: type
+    allocate: Callable[[int], Any]
+    pointer: type
+    free: list[tuple[Any, Any]] = field(default_factory=list)  # records that no thread is launching with
+
+    @classmethod
+    def of(cls, machine: Gpu, problem: Problem, return_lse: bool) -> _Call | None:
+        """The call of a problem; None where it does not come down to one launch that reads its arrays in place."""
+        p, arrays, sizes = problem, tensors(problem), Sizes.of(problem)
+        results = {"out": layout_in_order(p.out_shape, p.out_dtype, p.q)}
+        if return_lse:
+            results["lse"] = layout_in_order(p.lse_shape, p.lse_dtype, None)
+        found = layouts(arrays) | results
+        if not fits(sizes, found) or not all(map(machine.owns, arrays.values())):
+            return None
+        recipe = forward_recipe_of(p, machine, sizes, found)
+        if not recipe.launches:
+            return None
+        [launch] = recipe.launches
+        config, skip = launch.config, 1 if p.squeeze else 0
+        cuda = machine.xp.cuda
+        return cls(
+            machine=machine,
+            function=machine.load(config).function,
+            launch=((launch.grid,), (config.threads,), config.shared_bytes),
+            record=pack_call([0] * len(ADDRESSES), numbers(p)) + launch.record[CALL_BYTES:],
+            out=_made(results["out"], skip),
+            lse=_made(results["lse"], skip) if return_lse else None,
+            dropout=p.dropout is not None,
+            itemsize=p.dtype.itemsize,
+            get_device=cuda.runtime.getDevice,
+            ndarray=machine.xp.ndarray,
+            allocate=cuda.alloc,
+            pointer=cuda.function.CPointer,
+        )
+
+    def __call__(self, row: list[int], random: list[int]) -> Any:
+        """The results for the arrays at the addresses in ``row``; None where one is misaligned."""
+        if self.get_device() != self.machine.device:
+            with self.machine.current():
+                return self(row, random)
+        if (row[0] | row[1] | row[2]) % self.itemsize:
+            return None
+        result = out = self._empty(*self.out)
+        row[3] = out.data.ptr
+        if self.lse is not None:
+            lse = self._empty(*self.lse)
+            row[4] = lse.data.ptr
+            result = (out, lse)
+        try:
+            slot = self.free.pop()
+        except IndexError:
+            slot = self._slot()
+        buffer, args = slot
+        _ADDRESSES.pack_into(buffer, 0, *row)
+        if self.dropout:
+            _RANDOM.pack_into(buffer, _RANDOM_AT, *random)
+        grid, threads, shared_bytes = self.launch
+        self.function(grid, threads, args, shared_bytes)
+        self.free.append(slot)  # the driver has copied the record
+        return result
+
+    def _empty(
+        self, shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int, strides: tuple[int, ...]
+    ) -> Any:
+        return self.ndarray(shape, dtype, self.allocate(nbytes), strides)
+
+    def _slot(self) -> tuple[np.ndarray, tuple[Any]]:
+        """A record of its own for a thread that is launching, and the launch's arguments, which point to it."""
+        buffer = np.frombuffer(bytearray(self.record), np.uint8)
+        return buffer, (self.pointer(buffer.ctypes.data),)
+
+
+def _made(layout: Layout, skip: int) -> tuple[Any, ...]:
+    """What `_Call._empty` takes."""
+    return layout.shape[skip:], layout.dtype, layout_bytes(layout), layout.strides[skip:]

@@ -1,0 +1,155 @@
+"""Configs: one for each kernel that can be compiled, and the choice among the rows of the families' tables."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from . import simt, source
+from .families import FAMILIES, family_of
+from .simt import Geometry
+
+# The options that are compile-time, as in Config.options: what changes the inner loop. Everything else (positions,
+# lengths, sinks, the exact head dims, strides) is run-time.
+OPTION_BITS = ("kMaskOrBias", "kSoftcapOrAlibi", "kDropout")
+OPTION_WORDS = ("mask|bias", "softcap|alibi", "dropout")
+ATTENTION_KERNELS = ("forward", "backward_q", "backward_kv", "backward_bias")
+PREPOST = "prepost"  # what stands before and after the attention kernels of any family
+PREPOST_KERNELS = ("delta", "sum_partials", "sum_rows")
+PREPOST_THREADS = 256
+ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
+TABLES = {"simt": simt.TABLE}
+WIDER_THAN_ANY = 2**30  # a head dim beyond every bucket
+# KiB of shared memory that a block may have, by the least compute capability it holds from.
+SHARED_LIMITS = {60: 48, 70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+
+
+@dataclass(frozen=True)
+class Config:
+    """One kernel: all that its source depends on. Its text is its name in tests, benches and logs."""
+
+    family: str
+    kernel: str
+    dtype: str
+    geometry: Geometry | None = None  # None before and after the attention kernels proper
+    options: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.geometry is None:
+            return
+        broken = self.geometry.broken_rules(self.kernel, self.score_bytes)
+        if len(self.options) != len(OPTION_BITS):
+            broken.append(f"options = {self.options} must have {len(OPTION_BITS)} bits")
+        if broken:
+            raise ValueError(f"the config '{self}' is invalid: {'; '.join(broken)}")
+
+    def __str__(self) -> str:
+        words = [self.family, self.kernel, self.dtype]
+        words += [str(self.geometry)] if self.geometry else []
+        words += [word for word, on in zip(OPTION_WORDS, self.options) if on]
+        return " ".join(words)
+
+    @property
+    def file(self) -> str:
+        """The entry file, relative to ``kernels_cu``."""
+        return f"{self.family}/{self.kernel}.cu"
+
+    @property
+    def entry_point(self) -> str:
+        """The kernel's symbol."""
+        return f"cupyflash_{self.kernel}"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.geometry.threads if self.geometry else PREPOST_THREADS
+
+    @property
+    def score_bytes(self) -> int:
+        """Size of the type that scores and sums have."""
+        return 8 if self.dtype == "float64" else 4
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory of a block."""
+        if self.geometry:
+            return self.geometry.shared_bytes(self.kernel, self.score_bytes)
+        return (
+            PREPOST_THREADS // 32 * self.score_bytes if self.kernel == "sum_rows" else 0
+        )  # a sum for each warp
+
+    def arch(self, cc: int) -> str:
+        """The architecture to compile for on a device of that compute capability."""
+        return str(cc) if self.family == PREPOST else family_of(self.family).arch(cc)
+
+    def block(self) -> str:
+        """The typed constants that stand ahead of the source."""
+        lines = [
+            f"// {self}",
+            "struct float16; struct bfloat16;",
+            f"using Element = {ELEMENTS[self.dtype]};",
+            f"using Score = {'double' if self.dtype == 'float64' else 'float'};",
+        ]
+        if self.geometry:
+            constants = self.geometry.constants() | {"kSharedBytes": self.shared_bytes}
+            constants |= dict(zip(OPTION_BITS, self.options))
+            lines += [_constant(name, value) for name, value in constants.items()]
+        return "\n".join(lines)
+
+    def source(self, *, emulate: bool = False) -> str:
+        """The whole CUDA source."""
+        return source.assemble(self.file, self.block(), emulate=emulate)
+
+
+def _constant(name: str, value: int | bool) -> str:
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {str(value).lower()};"
+    return f"constexpr int {name} = {value};"
+
+
+def shared_limit(cc: int) -> int:
+    """Bytes of shared memory that a block may have."""
+    return 1024 * SHARED_LIMITS[max(known for known in SHARED_LIMITS if known <= cc)]
+
+
+@functools.cache
+def choose(
+    family: str, kernel: str, dtype: str, head_dim: int, head_dim_v: int, options: tuple[bool, ...], cc: int
+) -> Config:
+    """The config that runs a kernel for these head dims on a device of that compute capability.
+
+    Of the rows that fit its shared memory: the first in the smallest bucket that holds both head dims, else the first
+    in the largest.
+    """
+    if kernel in PREPOST_KERNELS:
+        return Config(PREPOST, kernel, dtype)
+    rows = TABLES[family][kernel, 8 if dtype == "float64" else 4]
+    fitting = [
+        row
+        for row in sorted(rows, key=lambda row: row.head_dim)
+        if row.shared_bytes(kernel, 8 if dtype == "float64" else 4) <= shared_limit(cc)
+    ]
+    need = min(max(head_dim, head_dim_v), fitting[-1].head_dim)
+    row = next(row for row in fitting if row.head_dim >= need)
+    return Config(family, kernel, dtype, row.for_dims(kernel, head_dim, head_dim_v), options)
+
+
+def all_configs(cc: int | None = None) -> Iterator[Config]:
+    """Every config that `choose` can return, for one compute capability or for all."""
+    ccs = sorted(SHARED_LIMITS) if cc is None else [cc]
+    bits = list(itertools.product((False, True), repeat=len(OPTION_BITS)))
+    seen: dict[Config, None] = {}
+    for family, one in itertools.product(FAMILIES, ccs):
+        buckets = sorted({row.head_dim for rows in TABLES[family.name].values() for row in rows})
+        for dtype, kernel in itertools.product(family.dtypes, (*ATTENTION_KERNELS, *PREPOST_KERNELS)):
+            for dim, options in itertools.product([*buckets, WIDER_THAN_ANY], bits):
+                seen[choose(family.name, kernel, dtype, dim, dim, options, one)] = None
+    yield from seen
+
+
+def one_per_family() -> list[Config]:
+    """One config of each family: the forward with every option."""
+    options = (True,) * len(OPTION_BITS)
+    return [choose(f.name, "forward", f.dtypes[0], 64, 64, options, f.least_cc) for f in FAMILIES]

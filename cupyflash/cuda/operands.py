@@ -1,0 +1,73 @@
+"""A Problem's arrays and numbers under the record's names."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..arrays import is_device, memory_order
+from ..problem import Problem
+from .params import Layout, call_numbers
+
+# The gradient's name in the record, by argument.
+GRADIENTS = {"q": "dq", "k": "dk", "v": "dv", "bias": "dbias", "sinks": "dsinks", "alibi_slopes": "dslopes"}
+
+
+def tensors(problem: Problem) -> dict[str, Any]:
+    """The arrays that a call reads, by record name; host integers of more than one value are still on the host."""
+    p = problem
+    found = {"q": p.q, "k": p.k, "v": p.v, "mask": p.mask, "bias": p.bias}
+    found |= {"sinks": p.sinks, "slopes": p.alibi_slopes}
+    integers = _integers(problem)
+    found |= {name: x for name, x in integers.items() if not _is_number(x)}
+    if p.dropout is not None:
+        for name, x in (("dropout_seed", p.dropout.seed), ("dropout_offset", p.dropout.offset)):
+            found[name] = x if is_device(x) else None
+    return {
+        name: x if is_device(x) or name not in integers else np.ascontiguousarray(x)
+        for name, x in found.items()
+        if x is not None
+    }
+
+
+def numbers(problem: Problem) -> tuple[float, ...]:
+    """The numbers of a call, in the order of the record."""
+    default = {"q_length": problem.seqlen_q, "kv_length": problem.seqlen_k, "query_offset": 0, "dropout_t": 0}
+    given = {name: _number(x) for name, x in _integers(problem).items() if _is_number(x)}
+    return call_numbers(problem, **{**default, **given})
+
+
+def _integers(problem: Problem) -> dict[str, Any]:
+    p = problem
+    found = {"q_length": p.q_lengths, "kv_length": p.kv_lengths, "query_offset": p.query_offset}
+    found["dropout_t"] = p.dropout.origin_t if p.dropout else None
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _is_number(x: Any) -> bool:
+    return not is_device(x) and np.size(x) == 1
+
+
+def _number(x: Any) -> int:
+    return int(np.reshape(x, ())) if isinstance(x, np.ndarray) else int(x)
+
+
+def layouts(arrays: dict[str, Any]) -> dict[str, Layout]:
+    """The layout of every array."""
+    return {name: Layout.of(x) for name, x in arrays.items()}
+
+
+def layout_in_order(shape: tuple[int, ...], dtype: np.dtype, like: Any) -> Layout:
+    """The layout of `cupyflash.arrays.empty_in_order`."""
+    result, step = [0] * len(shape), dtype.itemsize
+    for axis in reversed(memory_order(len(shape), like)):
+        result[axis] = step
+        step *= shape[axis]
+    return Layout(tuple(shape), tuple(result), np.dtype(dtype))
+
+
+def layout_bytes(layout: Layout) -> int:
+    """Bytes of a dense array of that layout."""
+    return math.prod(layout.shape) * layout.dtype.itemsize

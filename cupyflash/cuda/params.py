@@ -1,0 +1,216 @@
+"""The kernels' argument record: a NumPy structured dtype that mirrors ``kernels_cu/attn/params.cuh`` byte for byte.
+
+A record has two parts. ``build_record`` fills what a plan fixes (strides, sizes, kinds) once; ``pack_call``
+makes the bytes of what every call brings anew (addresses and numbers), which are then written over the first
+``CALL_BYTES`` of a copy of the record.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+LEAD_AXES = 4
+UNBOUNDED = 2**60
+KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
+
+ADDRESSES = (
+    *("q", "k", "v", "out", "lse", "mask", "bias", "sinks", "slopes"),
+    *("q_length", "kv_length", "query_offset", "dropout_t", "dropout_seed", "dropout_offset"),
+    *("dout", "dlse", "delta", "row_delta", "slope_rows", "partials"),
+    *("dq", "dk", "dv", "dbias", "dsinks", "dslopes"),
+)
+_NUMBERS = (
+    *(("scale", "d"), ("softcap", "d")),
+    *((f"{name}_value", "q") for name in ("q_length", "kv_length", "query_offset", "dropout_t")),
+    *(("dropout_seed_value", "Q"), ("dropout_offset_value", "Q"), ("left", "q"), ("right", "q")),
+    *((f"dropout_{name}", "q") for name in ("origin_i", "origin_j", "threshold")),
+)
+NUMBERS = tuple(name for name, _ in _NUMBERS)
+_CALL = struct.Struct(f"={len(ADDRESSES)}Q" + "".join(code for _, code in _NUMBERS))
+CALL_BYTES = _CALL.size
+
+MATRICES = ("q", "k", "v", "out", "lse", "mask", "bias", "dout", "dlse", "delta", "dq", "dk", "dv", "dbias")
+VECTORS = ("sinks", "slopes", "dsinks", "dslopes")
+INTEGERS = ("q_length", "kv_length", "query_offset", "dropout_t", "dropout_seed", "dropout_offset")
+_KINDS = ("out", "bias", "sinks", "slopes", "dq", "dk", "dv", "dbias", "dsinks", "dslopes")
+_ROWS = frozenset({"lse", "dlse", "delta"})  # (*lead, heads, rows)
+
+_STRIDES = np.dtype([("lead", "i8", LEAD_AXES), ("head", "i8"), ("row", "i8"), ("col", "i8")])
+_INTEGER = np.dtype([("lead", "i8", LEAD_AXES), ("head", "i8"), ("bytes", "i8")])
+_CALL_DTYPE = np.dtype(
+    [(name, "u8") for name in ADDRESSES]
+    + [(name, {"d": "f8", "q": "i8", "Q": "u8"}[c]) for name, c in _NUMBERS]
+)
+RECORD = np.dtype(
+    [("call", _CALL_DTYPE)]
+    + [(name, _STRIDES) for name in (*MATRICES, *VECTORS)]
+    + [(name, _INTEGER) for name in INTEGERS]
+    + [(name, "i4", LEAD_AXES) for name in ("lead", "own", "loop")]
+    + [(name, "i4") for name in ("heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v")]
+    + [(name, "i4") for name in ("own_heads", "own_rows", "own_cols", "splits", "bottom_right", "accumulate")]
+    + [(f"{name}_kind", "i4") for name in _KINDS]
+)
+
+
+class Layout(NamedTuple):
+    """Shape, strides in bytes, and dtype of an array in its own shape, before any broadcasting."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, array: Any) -> Layout:
+        """Layout of an array; C order where it has no strides of its own."""
+        dtype = np.dtype(array.dtype)
+        strides = getattr(array, "strides", None)
+        return cls(
+            tuple(array.shape), tuple(strides) if strides else c_strides(array.shape, dtype.itemsize), dtype
+        )
+
+    def expressible(self) -> bool:
+        """Whether every stride is a whole number of elements, as the record needs."""
+        return all(
+            s % self.dtype.itemsize == 0 for n, s in zip(self.shape, self.strides, strict=True) if n > 1
+        )
+
+    def broadcast(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Strides in elements of this array broadcast to `shape`: 0 on axes that it lacks or repeats."""
+        missing = len(shape) - len(self.shape)
+        own = [
+            0 if n == 1 else s // self.dtype.itemsize for n, s in zip(self.shape, self.strides, strict=True)
+        ]
+        return (*(0,) * missing, *own)
+
+
+def c_strides(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
+    """Strides in bytes of a C-ordered array."""
+    return tuple(itemsize * math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def collapse(lead: Sequence[int], columns: Iterable[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
+    """Merge adjacent leading axes that every tensor steps through as one.
+
+    `columns` are the tensors' strides over `lead`. Axes of length 1 go. Returns the sizes and the strides by axis.
+    """
+    table = list(columns)
+    sizes: list[int] = []
+    rows: list[list[int]] = []
+    for axis, size in enumerate(lead):
+        if size == 1:
+            continue
+        row = [column[axis] for column in table]
+        if sizes and all(outer == inner * size for outer, inner in zip(rows[-1], row, strict=True)):
+            sizes[-1] *= size
+            rows[-1] = row
+        else:
+            sizes.append(size)
+            rows.append(row)
+    return sizes, rows
+
+
+def _tail(name: str, problem: Any) -> tuple[int, ...]:
+    """Lengths of the axes behind the leading ones of a tensor in full form."""
+    if name in INTEGERS:
+        return (problem.heads_q,) if name == "dropout_t" else ()
+    if name in VECTORS:
+        return (problem.heads_q,)
+    m, n, d, e = problem.seqlen_q, problem.seqlen_k, problem.head_dim, problem.head_dim_v
+    tails = {"q": (m, d), "dq": (m, d), "k": (n, d), "dk": (n, d), "v": (n, e), "dv": (n, e)}
+    tails |= {"out": (m, e), "dout": (m, e)}
+    heads = problem.heads_kv if name in {"k", "dk", "v", "dv"} else problem.heads_q
+    return (heads, m) if name in _ROWS else (heads, *tails.get(name, (m, n)))
+
+
+def lead_axes(problem: Any, layouts: Mapping[str, Layout]) -> int:
+    """How many leading axes a record of these tensors needs; more than `LEAD_AXES` need copies."""
+    full = [layout.broadcast((*problem.lead, *_tail(name, problem))) for name, layout in layouts.items()]
+    return len(collapse(problem.lead, full)[0])
+
+
+def build_record(
+    problem: Any,
+    layouts: Mapping[str, Layout],
+    *,
+    owner: str | None = None,
+    splits: int = 1,
+    accumulate: bool = False,
+) -> np.ndarray:
+    """Record (0-d array of dtype `RECORD`) of one launch, without its call part.
+
+    Parameters
+    ----------
+    problem : Problem
+        Sizes and options.
+    layouts : mapping of str to Layout
+        The tensors that the launch reads or writes, under the record's names, in their own shapes.
+    owner : str, optional
+        The gradient whose broadcast axes a block walks: dq, dk, dv, dbias, dsinks or dslopes. None: none is walked.
+    splits : int
+        Parts into which the sums of a bias gradient are cut.
+    accumulate : bool
+        Whether gradients are added to what their arrays hold.
+    """
+    names = list(layouts)
+    full = {name: layouts[name].broadcast((*problem.lead, *_tail(name, problem))) for name in names}
+    sizes, rows = collapse(problem.lead, [full[name] for name in names])
+    if len(sizes) > LEAD_AXES:
+        raise ValueError(f"{len(sizes)} leading axes do not collapse to {LEAD_AXES}")
+    pad = LEAD_AXES - len(sizes)
+    record = np.zeros((), RECORD)
+    record["lead"] = record["own"] = [1] * pad + sizes
+    record["loop"] = 1
+    for column, name in enumerate(names):
+        entry = record[name]
+        tail = full[name][len(problem.lead) :]
+        entry["lead"] = [0] * pad + [row[column] for row in rows]
+        for field, stride in zip(("head", "row", "col"), tail, strict=False):
+            entry[field] = stride
+        dtype = layouts[name].dtype
+        if name in INTEGERS:
+            entry["bytes"] = -dtype.itemsize if dtype.kind == "u" else dtype.itemsize
+        elif name in _KINDS:
+            record[f"{name}_kind"] = KINDS[dtype.name]
+    if owner is not None:
+        _set_owner(record, problem, full[owner][len(problem.lead) :], record[owner]["lead"])
+    for field in ("heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
+        record[field] = getattr(problem, field)
+    record["splits"], record["accumulate"], record["bottom_right"] = splits, accumulate, problem.bottom_right
+    return record
+
+
+def _set_owner(record: np.ndarray, problem: Any, tail: tuple[int, ...], lead_strides: np.ndarray) -> None:
+    """Part the axes into those that a gradient keeps and those it is summed over."""
+    lead = record["lead"].copy()
+    record["own"] = np.where(lead_strides == 0, 1, lead)
+    record["loop"] = np.where(lead_strides == 0, lead, 1)
+    lengths = (problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    for field, length, stride in zip(("own_heads", "own_rows", "own_cols"), lengths, tail, strict=False):
+        record[field] = stride != 0 or length == 1
+
+
+def pack_call(addresses: Sequence[int], numbers: Sequence[float]) -> bytes:
+    """Bytes of the call part, from values in the order of `ADDRESSES` and of `NUMBERS`."""
+    return _CALL.pack(*addresses, *numbers)
+
+
+def call_numbers(
+    problem: Any, q_length: int = 0, kv_length: int = 0, query_offset: int = 0, dropout_t: int = 0
+) -> tuple[float, ...]:
+    """The numbers of a call in the order of `NUMBERS`; the four integers count only where no array is given."""
+    left = UNBOUNDED if problem.left is None else min(problem.left, UNBOUNDED)
+    right = UNBOUNDED if problem.right is None else min(problem.right, UNBOUNDED)
+    integers = (q_length, kv_length, max(-UNBOUNDED, min(query_offset, UNBOUNDED)), dropout_t)
+    softcap = problem.softcap or 0.0
+    dropout = problem.dropout
+    if dropout is None:
+        return (problem.scale, softcap, *integers, 0, 0, left, right, 0, 0, 65536)
+    seed = dropout.seed if isinstance(dropout.seed, int) else 0
+    offset = dropout.offset if isinstance(dropout.offset, int) else 0
+    tail = (dropout.origin_i, dropout.origin_j, dropout.threshold)
+    return (problem.scale, softcap, *integers, seed, offset, left, right, *tail)

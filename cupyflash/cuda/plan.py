@@ -1,0 +1,129 @@
+"""`cupyflash.plan` for the CUDA backend: what would run, without a GPU, an allocation or a compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .. import cost
+from ..arrays import is_device
+from ..problem import GRADIENT_NAMES, Problem
+from . import module
+from .device import compute_capability, missing, require_cupy
+from .families import choose_family
+from .flatten import copied_bytes, flat_problem
+from .launch import fits
+from .operands import GRADIENTS, layout_bytes, layout_in_order, layouts, tensors
+from .params import Layout
+from .recipe import Recipe, Sizes, backward_recipe, forward_recipe
+
+
+def plan(
+    problem: Problem, *, backward: bool = False, family: str | None = None, arch: int | None = None
+) -> cost.Plan:
+    """What a call would run and cost.
+
+    Parameters
+    ----------
+    problem : Problem
+        The call; its operands need only shapes, strides and dtypes.
+    backward : bool
+        Plan the gradients of all array arguments.
+    family : str, optional
+        A kernel family instead of the fastest that takes the call.
+    arch : int, optional
+        A compute capability such as 90 instead of the device's.
+
+    Returns
+    -------
+    cost.Plan
+        registers is None where the kernel is not compiled yet.
+
+    Raises
+    ------
+    ValueError
+        An unknown family, or one that does not take the call.
+    RuntimeError
+        There is no GPU and no ``arch``.
+    """
+    p = problem
+    recipe, name, passed_over, copied, output = planned(p, backward, family, arch)
+    main = recipe.main
+    geometry = None if main is None else main.geometry
+    block_q, block_kv = (geometry.block_q, geometry.block_kv) if geometry else (1, 1)
+    report = None if main is None or arch is not None else module.report_of(main)
+    return cost.Plan(
+        backend="cuda",
+        family=name,
+        config=str(main) if main else f"{name}, nothing to launch",
+        block_q=block_q,
+        block_kv=block_kv,
+        splits=1,
+        kernels=tuple(launch.config.kernel for launch in recipe.launches),
+        flops=cost.flops(p, backward),
+        bytes_moved=cost.bytes_tiled(p, block_q, block_kv, backward),
+        workspace_bytes=recipe.workspace_bytes,
+        copied_bytes=copied,
+        output_bytes=output,
+        registers=report.registers if report else None,
+        shared_bytes=report.shared_bytes if report else None,
+        passed_over=passed_over,
+    )
+
+
+def planned(
+    problem: Problem, backward: bool, family: str | None, arch: int | None
+) -> tuple[Recipe, str, tuple[tuple[str, str], ...], int, int]:
+    """(recipe, family, families passed over, bytes copied, bytes of results)."""
+    cc = target(problem) if arch is None else arch
+    chosen, passed_over = choose_family(problem, cc, family)
+    found, results = layouts(tensors(problem)), _results(problem, backward)
+    output = sum(map(layout_bytes, results.values()))
+    copied = 0
+    if not fits(Sizes.of(problem), found | results):
+        copied = copied_bytes(problem)
+        problem = flat_problem(problem)
+        found, results = layouts(tensors(problem)), _results(problem, backward)
+        copied += sum(map(layout_bytes, results.values()))
+    sizes = Sizes.of(problem)
+    if not backward:
+        recipe = forward_recipe(chosen.name, cc, sizes, tuple((found | results).items()))
+    else:
+        found |= _dense(problem, {"dout": problem.dtype, "out": problem.out_dtype, "lse": problem.lse_dtype})
+        wanted = frozenset(name[1:] for name in results)
+        recipe = backward_recipe(chosen.name, cc, sizes, tuple((found | results).items()), wanted, False)
+    return recipe, chosen.name, passed_over, copied, output
+
+
+def target(problem: Problem) -> int:
+    """The compute capability of the device that a call would run on."""
+    if is_device(problem.q):
+        return compute_capability(problem.q.device.id)
+    if reason := missing():
+        raise RuntimeError(
+            f"there is no GPU to plan for ({reason}): give arch=, a compute capability such as 90"
+        )
+    return compute_capability(require_cupy().cuda.runtime.getDevice())
+
+
+def _results(problem: Problem, backward: bool) -> dict[str, Layout]:
+    """Layouts of what a call allocates: out and lse, or every gradient."""
+    p = problem
+    if not backward:
+        out = layout_in_order(p.out_shape, p.out_dtype, p.q)
+        return {"out": out} | _dense(p, {"lse": p.lse_dtype})
+    return {
+        GRADIENTS[name]: layout_in_order(x.shape, x.dtype, x)
+        for name in GRADIENT_NAMES
+        if (x := getattr(p, name)) is not None
+    }
+
+
+def _dense(problem: Problem, dtypes: dict[str, np.dtype[Any]]) -> dict[str, Layout]:
+    """C-ordered layouts of out, dout and lse in these dtypes."""
+    shapes = {"lse": problem.lse_shape}
+    return {
+        name: layout_in_order(shapes.get(name, problem.out_shape), dtype, None)
+        for name, dtype in dtypes.items()
+    }

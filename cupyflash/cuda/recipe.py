@@ -1,0 +1,226 @@
+"""What a call launches: kernels, grids, argument records and workspace, from sizes and layouts alone.
+
+A recipe is a pure function of its arguments and cached on them; addresses and numbers come with every call.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .configs import Config, choose
+from .params import ADDRESSES, Layout, build_record
+from .simt import ceil
+
+MOST_BLOCKS = 2**31 - 1
+BIAS_BLOCKS = 256  # a bias gradient summed by fewer owners than this is cut into parts
+ALIGNMENT = 256  # of arrays inside the workspace
+
+Layouts = tuple[tuple[str, Layout], ...]
+_LENGTHS = ("q_length", "kv_length", "query_offset")  # what every kernel reads
+_SCORES: tuple[str, ...] = ("q", "k", "v", "lse", "mask", "bias", "sinks", "slopes", *_LENGTHS)
+_SCORES += ("dropout_t", "dropout_seed", "dropout_offset")
+
+
+class Sizes(NamedTuple):
+    """The sizes of a problem and what else is fixed in its kernels and records."""
+
+    lead: tuple[int, ...]
+    heads_q: int
+    heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+    head_dim: int
+    head_dim_v: int
+    bottom_right: bool
+    dtype: np.dtype[Any]
+    options: tuple[bool, ...]  # configs.OPTION_BITS
+
+    @classmethod
+    def of(cls, problem: Any) -> Sizes:
+        """The sizes of a Problem."""
+        p = problem
+        options = (
+            p.mask is not None or p.bias is not None,
+            p.softcap is not None or p.alibi_slopes is not None,
+            p.dropout is not None,
+        )
+        dims = (p.lead, p.heads_q, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v)
+        return cls(*dims, p.bottom_right, p.dtype, options)
+
+    @property
+    def batch(self) -> int:
+        """Number of items over the leading axes."""
+        return math.prod(self.lead)
+
+    @property
+    def rows(self) -> int:
+        """Rows of scores in all."""
+        return self.batch * self.heads_q * self.seqlen_q
+
+
+@dataclass(frozen=True, eq=False)
+class Launch:
+    """One kernel launch: its record but for the call part, and the addresses (by index) that it is not to see."""
+
+    config: Config
+    grid: int
+    record: bytes
+    hidden: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.grid > MOST_BLOCKS:
+            raise ValueError(
+                f"the kernel '{self.config}' would need {self.grid} blocks; a GPU takes {MOST_BLOCKS}"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """Launches in order, and the arrays of the workspace as (name, offset) pairs."""
+
+    launches: tuple[Launch, ...]
+    workspace: tuple[tuple[str, int], ...] = ()
+    workspace_bytes: int = 0
+
+    @property
+    def main(self) -> Config | None:
+        """The config that describes the call: that of the last attention kernel proper."""
+        configs = [launch.config for launch in self.launches if launch.config.geometry]
+        return configs[-1] if configs else None
+
+
+@functools.lru_cache(maxsize=4096)
+def forward_recipe(family: str, cc: int, sizes: Sizes, layouts: Layouts) -> Recipe:
+    """The forward: one kernel, no workspace."""
+    config = _config(family, "forward", cc, sizes)
+    grid = config.geometry.blocks("forward", sizes, sizes.batch)
+    return Recipe((Launch(config, grid, build_record(sizes, dict(layouts)).tobytes()),) if grid else ())
+
+
+@functools.lru_cache(maxsize=4096)
+def backward_recipe(
+    family: str, cc: int, sizes: Sizes, layouts: Layouts, wrt: frozenset[str], accumulate: bool
+) -> Recipe:
+    """The backward: delta, then the kernels that own the gradients in ``wrt``, then sums over rows."""
+    return _Backward(family, cc, sizes, dict(layouts), wrt, accumulate).recipe()
+
+
+class _Backward:
+    """The launches of one backward, collected in order."""
+
+    def __init__(
+        self,
+        family: str,
+        cc: int,
+        sizes: Sizes,
+        layouts: dict[str, Layout],
+        wrt: Collection[str],
+        accumulate: bool,
+    ):
+        self.family, self.cc, self.sizes, self.layouts = family, cc, sizes, layouts
+        self.wrt, self.accumulate = wrt, accumulate
+        self.score_bytes = 8 if sizes.dtype == np.float64 else 4
+        self.launches: list[Launch] = []
+        self.workspace: list[tuple[str, int]] = []
+        self.workspace_bytes = 0
+
+    def recipe(self) -> Recipe:
+        if self.sizes.rows == 0:
+            return Recipe(())
+        self._reserve("row_delta", self.sizes.rows)
+        if "slopes" in self.wrt:
+            self._reserve("slope_rows", self.sizes.rows)
+        self._delta()
+        self._keys_and_values()
+        self._queries()
+        if "bias" in self.wrt:
+            self._bias()
+        for name in ("sinks", "slopes"):
+            if name in self.wrt:
+                self._rows_of(name)
+        return Recipe(tuple(self.launches), tuple(self.workspace), self.workspace_bytes)
+
+    def _reserve(self, name: str, elements: int) -> None:
+        self.workspace.append((name, self.workspace_bytes))
+        self.workspace_bytes += ceil(elements * self.score_bytes, ALIGNMENT) * ALIGNMENT
+
+    def _record(self, names: Collection[str], owner: str | None = None, splits: int = 1) -> np.ndarray:
+        layouts = {name: layout for name, layout in self.layouts.items() if name in names}
+        return build_record(self.sizes, layouts, owner=owner, splits=splits, accumulate=self.accumulate)
+
+    def _add(self, config: Config, grid: int, record: np.ndarray, hidden: Collection[str] = ()) -> None:
+        if grid:
+            indices = tuple(ADDRESSES.index(name) for name in hidden)
+            self.launches.append(Launch(config, grid, record.tobytes(), indices))
+
+    def _delta(self) -> None:
+        config = _config(self.family, "delta", self.cc, self.sizes)
+        record = self._record((*_LENGTHS, "out", "dout", "dlse", "delta"))
+        self._add(config, ceil(self.sizes.rows, config.threads // 32), record)
+
+    def _keys_and_values(self) -> None:
+        wanted = [f"d{name}" for name in ("k", "v") if name in self.wrt]
+        together = len(wanted) == 2 and self._broadcast_axes("k") == self._broadcast_axes("v")
+        for owners in [wanted] if together else [[name] for name in wanted]:
+            config = _config(self.family, "backward_kv", self.cc, self.sizes)
+            record = self._record((*_SCORES, "dout", *owners), owner=owners[0])
+            grid = config.geometry.blocks("backward_kv", self.sizes, _own(record))
+            self._add(config, grid, record, {"dk", "dv"}.difference(owners))
+
+    def _broadcast_axes(self, name: str) -> list[bool]:
+        shape = self.layouts[name].shape[:-3]
+        missing = len(self.sizes.lead) - len(shape)
+        return [
+            axis < missing or (shape[axis - missing] == 1 < size) for axis, size in enumerate(self.sizes.lead)
+        ]
+
+    def _queries(self) -> None:
+        if not {"q", "slopes"} & set(self.wrt):
+            return
+        config = _config(self.family, "backward_q", self.cc, self.sizes)
+        record = self._record((*_SCORES, "dout", "dq"), owner="dq" if "q" in self.wrt else None)
+        self._add(config, config.geometry.blocks("backward_q", self.sizes, _own(record)), record)
+
+    def _bias(self) -> None:
+        config = _config(self.family, "backward_bias", self.cc, self.sizes)
+        names, s = (*_SCORES, "dout", "dbias"), self.sizes
+        record = self._record(names, owner="dbias")
+        row_tiles, col_tiles = (
+            ceil(s.seqlen_q, config.geometry.block_q),
+            ceil(s.seqlen_k, config.geometry.block_kv),
+        )
+        tiles = (row_tiles if record["own_rows"] else 1) * (col_tiles if record["own_cols"] else 1)
+        heads = s.heads_q if record["own_heads"] else 1
+        owners = _own(record) * heads * tiles
+        # Of the sizes of one item and head alone, so that the bits do not depend on the others beside them.
+        walked = math.prod(record["loop"].tolist()) * (s.heads_q // heads) * (row_tiles * col_tiles // tiles)
+        splits = max(1, min(walked, ceil(BIAS_BLOCKS, tiles)))
+        if splits > 1:
+            elements = math.prod(self.layouts["dbias"].shape)
+            self._reserve("partials", splits * elements)
+            record = self._record(names, owner="dbias", splits=splits)
+        self._add(config, owners * splits, record)
+        if splits > 1:
+            after = _config(self.family, "sum_partials", self.cc, s)
+            self._add(after, ceil(elements, after.threads), record)
+
+    def _rows_of(self, name: str) -> None:
+        config = _config(self.family, "sum_rows", self.cc, self.sizes)
+        record = self._record((*_LENGTHS, "sinks", "lse", f"d{name}"), owner=f"d{name}")
+        grid = _own(record) * (self.sizes.heads_q if record["own_heads"] else 1)
+        self._add(config, grid, record, ["dslopes" if name == "sinks" else "dsinks"])
+
+
+def _config(family: str, kernel: str, cc: int, sizes: Sizes) -> Any:
+    s = sizes
+    return choose(family, kernel, s.dtype.name, s.head_dim, s.head_dim_v, s.options, cc)
+
+
+def _own(record: np.ndarray) -> int:
+    return math.prod(record["own"].tolist())

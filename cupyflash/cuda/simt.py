@@ -1,0 +1,167 @@
+"""The portable family's tiles: geometry, the rules its kernels rely on, grids, and the table of rows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from .recipe import Sizes
+
+
+DESCRIPTION_BYTES = 304  # what a block keeps of its work in shared memory, beside four scores
+
+
+class Geometry(NamedTuple):
+    """Threads of a block and the tile they work on.
+
+    Head dims beyond ``head_dim`` and ``head_dim_v`` are streamed through shared memory or split over blocks, so any
+    row runs any head dims.
+    """
+
+    threads: int
+    lanes_x: int  # threads along the tile's columns; the others are along its rows
+    block_q: int
+    block_kv: int
+    chunk: int  # columns of the head dim that are in shared memory at once
+    head_dim: int
+    head_dim_v: int
+    streamed: bool = False  # a head dim is wider than that: its chunks come anew for every tile
+
+    def __str__(self) -> str:
+        dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"/{self.head_dim_v}")
+        dims += " streamed" if self.streamed else ""
+        return f"{dims} q{self.block_q} kv{self.block_kv} c{self.chunk} t{self.threads}/{self.lanes_x}"
+
+    def constants(self) -> dict[str, int | bool]:
+        """The constants of the kernel's source."""
+        return {
+            "kThreads": self.threads,
+            "kLanesX": self.lanes_x,
+            "kBlockQ": self.block_q,
+            "kBlockKV": self.block_kv,
+            "kChunk": self.chunk,
+            "kHeadDim": self.head_dim,
+            "kHeadDimV": self.head_dim_v,
+            "kStreamed": self.streamed,
+        }
+
+    def shared_bytes(self, kernel: str, score_bytes: int) -> int:
+        """Dynamic shared memory of a block; the kernel asserts that it uses as much."""
+        pad = 16 // score_bytes
+        row = self.chunk + pad
+        d_parts, e_parts = self.head_dim // self.chunk, self.head_dim_v // self.chunk
+        queries, keys = self.block_q * row, self.block_kv * row
+        scores = self.block_q * (self.block_kv + pad)
+        if kernel == "forward":
+            elements = d_parts * queries + keys + self.block_kv * self.head_dim_v + scores
+        elif kernel == "backward_q":
+            elements = (d_parts + e_parts) * queries + (d_parts + 1) * keys + scores + 2 * self.block_q
+        elif kernel == "backward_kv":
+            transposed = self.block_kv * (self.block_q + pad)
+            elements = (d_parts + e_parts) * (queries + keys) + transposed + 2 * self.block_q
+        else:
+            elements = queries + keys + scores + 2 * self.block_q
+        return score_bytes * elements + DESCRIPTION_BYTES + 4 * score_bytes
+
+    def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
+        """The row as it runs these head dims."""
+        if kernel == "backward_bias":  # always goes through the head dims by chunks
+            return self
+        wide = head_dim > self.head_dim or (kernel != "forward" and head_dim_v > self.head_dim_v)
+        return self._replace(streamed=wide)
+
+    def blocks(self, kernel: str, sizes: Sizes, owners: int) -> int:
+        """Blocks of a launch whose owners (batch items, or points that gradients keep) number as many."""
+        s = sizes
+        row_tiles, col_tiles = ceil(s.seqlen_q, self.block_q), ceil(s.seqlen_k, self.block_kv)
+        d_parts, e_parts = ceil(s.head_dim, self.head_dim), max(1, ceil(s.head_dim_v, self.head_dim_v))
+        if kernel == "forward":
+            return owners * s.heads_q * e_parts * row_tiles
+        if kernel == "backward_q":
+            return owners * s.heads_q * d_parts * row_tiles
+        return owners * s.heads_kv * max(d_parts, e_parts) * col_tiles
+
+    def broken_rules(self, kernel: str, score_bytes: int) -> list[str]:
+        """What of the kernels' assumptions does not hold."""
+        vector = 16 // score_bytes
+        lanes_y = self.threads // self.lanes_x
+        q_lanes, kv_lanes = (self.lanes_x, lanes_y) if kernel == "backward_kv" else (lanes_y, self.lanes_x)
+        scores = self.block_q * self.block_kv // self.threads
+        rules = {
+            f"threads = {self.threads} must be a multiple of 32": self.threads % 32 == 0,
+            f"lanes_x = {self.lanes_x} must be 8 or 16": self.lanes_x in (8, 16),
+            f"block_q = {self.block_q} must be a multiple of {2 * q_lanes}": self.block_q % (2 * q_lanes)
+            == 0,
+            f"block_kv = {self.block_kv} must be a multiple of {4 * kv_lanes}": self.block_kv % (4 * kv_lanes)
+            == 0,
+            f"queries lie on {q_lanes} threads, which must be a multiple of 8": q_lanes % 8 == 0,
+            f"keys lie on {kv_lanes} threads, which must be a multiple of 4": kv_lanes % 4 == 0,
+            f"a thread has {scores} scores, at most 64": scores <= 64,
+        }
+        for name, size in (("head_dim", self.head_dim), ("head_dim_v", self.head_dim_v)):
+            unit = self.lanes_x * vector
+            rules[f"{name} = {size} must be a multiple of chunk = {self.chunk}"] = size % self.chunk == 0
+            rules[f"{name} = {size} must be a multiple of {unit}"] = size % unit == 0
+        return [rule for rule, holds in rules.items() if not holds]
+
+
+def _row(threads: int, lanes_x: int, block_q: int, block_kv: int, chunk: int, bucket: int) -> Geometry:
+    return Geometry(threads, lanes_x, block_q, block_kv, chunk, bucket, bucket)
+
+
+# (kernel, bytes of the score type) -> geometries, the best first within a bucket of head dims. The first of a bucket is
+# made for two blocks on a multiprocessor with 227 KiB; those after it fit 99, 64 and 48 KiB.
+TABLE: dict[tuple[str, int], tuple[Geometry, ...]] = {
+    ("forward", 4): (
+        _row(128, 8, 128, 64, 64, 64),
+        _row(128, 8, 64, 64, 64, 64),
+        _row(128, 8, 64, 32, 64, 64),
+        _row(128, 16, 64, 64, 64, 128),
+        _row(128, 8, 64, 32, 64, 128),
+        _row(128, 8, 32, 32, 64, 128),
+        _row(128, 8, 32, 32, 64, 256),
+    ),
+    ("backward_q", 4): (
+        _row(128, 8, 128, 32, 64, 64),
+        _row(128, 8, 64, 32, 64, 64),
+        _row(128, 8, 32, 32, 64, 64),
+        _row(128, 8, 64, 32, 64, 128),
+        _row(128, 8, 32, 32, 64, 128),
+        _row(128, 8, 32, 32, 64, 256),
+    ),
+    ("backward_kv", 4): (
+        _row(128, 8, 32, 128, 64, 64),
+        _row(128, 8, 32, 64, 64, 64),
+        _row(64, 8, 32, 32, 64, 64),
+        _row(128, 16, 32, 64, 64, 128),
+        _row(128, 16, 32, 32, 64, 128),
+        _row(128, 16, 32, 32, 64, 256),
+    ),
+    ("backward_bias", 4): (_row(128, 8, 64, 64, 64, 64), _row(128, 8, 64, 32, 64, 64)),
+    ("forward", 8): (
+        _row(128, 8, 64, 32, 64, 64),
+        _row(128, 8, 32, 32, 64, 64),
+        _row(64, 8, 16, 32, 64, 64),
+        _row(128, 8, 32, 32, 64, 128),
+        _row(128, 8, 32, 32, 64, 256),
+    ),
+    ("backward_q", 8): (
+        _row(128, 8, 32, 32, 32, 32),
+        _row(128, 8, 64, 32, 64, 64),
+        _row(128, 8, 32, 32, 64, 64),
+        _row(64, 8, 16, 32, 64, 64),
+        _row(128, 8, 32, 32, 64, 128),
+    ),
+    ("backward_kv", 8): (
+        _row(64, 8, 16, 32, 32, 32),
+        _row(128, 8, 16, 64, 64, 64),
+        _row(64, 8, 16, 32, 64, 64),
+        _row(128, 16, 32, 32, 64, 128),
+    ),
+    ("backward_bias", 8): (_row(128, 8, 64, 32, 64, 64), _row(128, 8, 32, 32, 64, 64)),
+}
+
+
+def ceil(a: int, b: int) -> int:
+    """The quotient, rounded up."""
+    return -(-a // b)

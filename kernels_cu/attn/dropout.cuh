@@ -1,0 +1,68 @@
+// Dropout: a pure function of (seed, offset, score matrix t, row i, column j), the same for every kernel and tile.
+//
+// Philox4x32 with 7 rounds (Salmon et al. 2011). With I, a, g = i / 16, (i / 8) % 2, i % 8 and J, b, c, e = j / 16,
+// (j / 8) % 2, (j % 8) / 2, j % 2, one call at counter (4 J + c, 8 I + g, t, offset) serves the eight elements that
+// differ in a, b and e alone: a group. Element (a, b, e) has 16 bits e of word 2 a + b, and is kept iff they are
+// below the threshold. cupyflash/dropout.py is the same in NumPy.
+#pragma once
+#include "attn/rows.cuh"
+
+struct Words { u32 word[4]; };
+
+CF_DEVICE Words philox4x32_7(Words counter, u32 key0, u32 key1) {
+  CF_UNROLL
+  for (int round = 0; round < 7; ++round) {
+    const u64 x = u64(0xD2511F53u) * counter.word[0], y = u64(0xCD9E8D57u) * counter.word[2];
+    counter = {{u32(y >> 32) ^ counter.word[1] ^ key0, u32(y), u32(x >> 32) ^ counter.word[3] ^ key1, u32(x)}};
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+  return counter;
+}
+
+struct DropoutStream {
+  u32 key0, key1, t, offset, threshold;
+  i64 origin_i, origin_j;      // added to rows and columns
+
+  CF_DEVICE Words words_of(u32 i, u32 j) const {
+    return philox4x32_7({{4 * (j / 16) + (j % 8) / 2, 8 * (i / 16) + i % 8, t, offset}}, key0, key1);
+  }
+
+  // Whether the groups of the whole matrix fall together with those of this shard: then `group` may be used.
+  CF_DEVICE bool aligned() const { return (origin_i | origin_j) % 16 == 0; }
+
+  // One element, by a Philox call of its own.
+  CF_DEVICE bool kept(i32 row, i32 col) const {
+    const u32 i = u32(row + origin_i), j = u32(col + origin_j);
+    const Words words = words_of(i, j);
+    const u32 a = (i / 8) % 2, b = (j / 8) % 2;
+    const u32 word = a ? (b ? words.word[3] : words.word[2]) : (b ? words.word[1] : words.word[0]);
+    return ((word >> (16 * (j % 2))) & 0xffffu) < threshold;
+  }
+
+  // The group whose element a = b = e = 0 is (row, col): bit 4 a + 2 b + e tells whether element (a, b, e) is kept.
+  CF_DEVICE u32 group(i32 row, i32 col) const {
+    const Words words = words_of(u32(row + origin_i), u32(col + origin_j));
+    u32 bits = 0;
+    CF_UNROLL
+    for (int n = 0; n < 4; ++n) {
+      bits |= u32((words.word[n] & 0xffffu) < threshold) << (2 * n);
+      bits |= u32((words.word[n] >> 16) < threshold) << (2 * n + 1);
+    }
+    return bits;
+  }
+};
+
+CF_DEVICE DropoutStream dropout_of(const Params& p, const Item& item, i32 head) {
+  const Call& c = p.call;
+  const u64 seed = integer_at(c.dropout_seed, i64(c.dropout_seed_value), p.dropout_seed, item, 0);
+  const i64 offset = integer_at(c.dropout_offset, i64(c.dropout_offset_value), p.dropout_offset, item, 0);
+  const i64 first = integer_at(c.dropout_t, c.dropout_t_value, p.dropout_t, item, head);
+  return {u32(seed), u32(seed >> 32), u32(item.number * p.heads_q + head + first), u32(offset), u32(c.dropout_threshold),
+          c.dropout_origin_i, c.dropout_origin_j};
+}
+
+// What kept weights are multiplied by: exact for the probability that the threshold stands for.
+template <class Score> CF_DEVICE Score dropout_scale(const Params& p) {
+  return p.call.dropout_threshold == 0 ? Score(0) : Score(65536) / Score(p.call.dropout_threshold);
+}

@@ -1,0 +1,57 @@
+// Which key may a query see: lengths, causal, windows and offsets, for tiles and for elements.
+//
+// Query i stands at position p = i + offset and sees key j iff i < q_length, j < kv_length and
+// p - left <= j <= p + right. cupyflash/masks.py is the same in NumPy. A mask array is no matter of this file.
+#pragma once
+#include "attn/rows.cuh"
+
+struct Interval {
+  i32 start, stop;      // empty where stop <= start
+  CF_DEVICE bool contains(i32 x) const { return x >= start && x < stop; }
+  CF_DEVICE bool covers(i32 from, i32 to) const { return start <= from && to <= stop; }
+};
+
+constexpr i64 kUnbounded = i64(1) << 60;
+
+struct Visibility {
+  i32 q_length, kv_length;
+  i64 offset, left, right;
+
+  // Keys that some row of [row, row_stop) may see.
+  CF_DEVICE Interval keys_of_some(i32 row, i32 row_stop) const {
+    const i32 last = smaller(row_stop, q_length) - 1;
+    if (last < row) return {0, 0};
+    return {clip(row + offset - left, kv_length), clip(last + offset + right + 1, kv_length)};
+  }
+
+  // Keys that every row of [row, row_stop) sees.
+  CF_DEVICE Interval keys_of_all(i32 row, i32 row_stop) const {
+    if (row_stop > q_length) return {0, 0};
+    return {clip(row_stop - 1 + offset - left, kv_length), clip(row + offset + right + 1, kv_length)};
+  }
+
+  // Keys that one row sees: the element test is keys_of(i).contains(j).
+  CF_DEVICE Interval keys_of(i32 row) const { return keys_of_some(row, row + 1); }
+
+  // Rows that may see some key of [col, col_stop).
+  CF_DEVICE Interval rows_of_some(i32 col, i32 col_stop) const {
+    const i32 last = smaller(col_stop, kv_length) - 1;
+    if (last < col) return {0, 0};
+    return {clip(col - offset - right, q_length), clip(last - offset + left + 1, q_length)};
+  }
+
+  static CF_DEVICE i32 clip(i64 x, i32 length) { return i32(clamp(x, i64(0), i64(length))); }
+};
+
+// Lengths and offsets may come from the device, unchecked: they are clamped here.
+CF_DEVICE Visibility visibility_of(const Params& p, const Item& item) {
+  const Call& c = p.call;
+  Visibility v;
+  v.q_length = Visibility::clip(integer_at(c.q_length, c.q_length_value, p.q_length, item, 0), p.seqlen_q);
+  v.kv_length = Visibility::clip(integer_at(c.kv_length, c.kv_length_value, p.kv_length, item, 0), p.seqlen_k);
+  const i64 given = integer_at(c.query_offset, c.query_offset_value, p.query_offset, item, 0);
+  v.offset = p.bottom_right ? i64(v.kv_length) - v.q_length : clamp(given, -kUnbounded, kUnbounded);
+  v.left = c.left;
+  v.right = c.right;
+  return v;
+}

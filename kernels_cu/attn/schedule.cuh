@@ -1,0 +1,31 @@
+// Which piece of work a block does. All grids are one-dimensional; the last index runs fastest.
+#pragma once
+#include "attn/mask.cuh"
+
+// A counter that is taken apart from its fastest digit upward.
+struct Digits {
+  u32 rest;
+  CF_DEVICE i32 take(i32 size) {
+    const u32 digit = rest % u32(size);
+    rest /= u32(size);
+    return i32(digit);
+  }
+};
+
+// (owner item, head, split, tile). Neighbouring blocks share keys and values; with `last_tile_first` the tiles that
+// see the most keys under a causal mask start first.
+struct TileWork { u32 own; i32 head, split, tile; };
+
+CF_DEVICE TileWork tile_work(u32 block, i32 tiles, i32 splits, i32 heads, bool last_tile_first) {
+  Digits digits{block};
+  TileWork work;
+  work.tile = digits.take(tiles);
+  if (last_tile_first) work.tile = tiles - 1 - work.tile;
+  work.split = digits.take(splits);
+  work.head = digits.take(heads);
+  work.own = digits.rest;
+  return work;
+}
+
+// First tile boundary at or below x.
+CF_DEVICE i32 tile_floor(i32 x, i32 block) { return x / block * block; }

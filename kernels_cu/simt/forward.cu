@@ -1,0 +1,144 @@
+// Forward pass on the CUDA cores: out and lse of one tile of queries, for any GPU, dtype, head dims and strides.
+//
+// FlashAttention's loop (Dao et al. 2022, Algorithm 1; Dao 2023, Algorithm 1): a block keeps kBlockQ queries and walks
+// the key tiles that any of them sees; scores live in registers, never in memory.
+//
+//   block     one (batch item, query head, query tile, kHeadDimV columns of v and out)
+//   thread    rows y + n * kLanesY of the score tile and of the accumulated output: a row belongs to one warp, so that
+//             softmax needs shuffles alone and weights pass through shared memory without a block barrier
+//   shared    q  kPanels x kBlockQ x kChunk, resident where head_dim <= kHeadDim, else panel 0 is refilled by chunks
+//             k  kBlockKV x kChunk, refilled by chunks of the head dim;   v  kBlockKV x kHeadDimV
+//             weights  kBlockQ x kBlockKV: mask and bias first, then exp(s - m)
+//
+//   key tile   | load k0 v | S += q0 k0^T | load k1 | S += q1 k1^T | ... | softmax | O = O * rescale + P v |
+//   barriers   #           #              #         #                        w w                            #
+//
+// (# block, w warp.) 16-bit elements become float32 on the way into shared memory; all arithmetic is in Score.
+#include "simt/work.cuh"
+
+constexpr i32 kPanels = kHeadDim / kChunk;
+using Tile = ScoreTile<true>;
+constexpr i32 kQ = Tile::kQ, kK = Tile::kK, kCols = kHeadDimV / kLanesX;
+
+struct SharedStorage {
+  Work work;
+  Score q[kPanels][kBlockQ * kRow];
+  Score k[kBlockKV * kRow];
+  Score v[kBlockKV * kHeadDimV];
+  Score weights[kBlockQ * Tile::kStep];
+};
+static_assert(sizeof(SharedStorage) == kSharedBytes, "the launch gives what the kernel uses");
+static_assert(sizeof(Score) * kBlockQ * kHeadDimV <= kSharedBytes - sizeof(Work), "results leave through shared memory");
+static_assert(kHeadDim % kChunk == 0 && kHeadDimV % (kLanesX * kVec) == 0, "whole chunks, whole column groups");
+
+// The place of a block's results: first query, first column of v and out.
+struct Place { i32 row, col_v; };
+
+// S = q k^T for the key tile at `col`; v of that tile is loaded with the first chunk.
+CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, const Place& at, i32 col) {
+  const Work& work = smem.work;
+  const bool streamed = kStreamed && p.head_dim > kHeadDim;
+  clear(s);
+  for (i32 chunk = 0; chunk * kChunk < p.head_dim; ++chunk) {
+    block_barrier();                     // the tiles that this overwrites have been read
+    load_keys<Tile>(smem.k, work.k, work, col, chunk, p.head_dim);
+    if (streamed) load_queries<Tile>(smem.q[0], work.q, work, at.row, chunk, p.head_dim);
+    if (chunk == 0) {
+      load_tile<kBlockKV, kHeadDimV, kHeadDimV, Tile::Keys>(smem.v, work.v, col, work.sight.kv_length, at.col_v,
+                                                            smaller(at.col_v + kHeadDimV, p.head_dim_v));
+    }
+    block_barrier();                     // the tiles are there
+    const Score* q = smem.q[streamed ? 0 : chunk] + lane_y() * kRow;
+    multiply_by_transposed<kQ, kK, kLanesY * kRow, kLanesX * kRow>(s, q, smem.k + lane_x() * kRow,
+                                                                   chunk_depth(chunk, p.head_dim));
+  }
+}
+
+// Products become scores.
+CF_DEVICE void shape_scores(Tile::Scores& s, SharedStorage& smem, const Params& p, const Place& at, i32 col, bool whole) {
+  const Work& work = smem.work;
+  if constexpr (kMaskOrBias) {
+    warp_barrier();                      // the weights before have been read
+    Tile::stage(smem.weights, work.addends, p, at.row, col);
+    warp_barrier();                      // the addends are there
+  }
+  CF_UNROLL
+  for (int q = 0; q < kQ; ++q) {
+    Score unused[kK];
+    Tile::shape(q, s[q], unused, work.terms, smem.weights, work.sight, at.row, col, whole);
+  }
+}
+
+// Weights of the tile to shared memory, those that dropout removes as zeros; the row sums keep them.
+CF_DEVICE void store_weights(const Tile::Scores& weights, SharedStorage& smem, const Place& at, i32 col) {
+  const u64 kept = kDropout ? Tile::keep_bits(smem.work.dropout, at.row, col) : 0;
+  CF_UNROLL
+  for (int q = 0; q < kQ; ++q) {
+    CF_UNROLL
+    for (int k = 0; k < kK; ++k) {
+      const bool keep = !kDropout || (kept >> (q * kK + k) & 1);
+      smem.weights[Tile::place(q, k)] = keep ? weights[q][k] : Score(0);
+    }
+  }
+}
+
+// lse of the block's rows, if asked for, and what each row's accumulated output must be multiplied by.
+CF_DEVICE void finish_rows(OnlineSoftmax<Score, kQ, RowLanes>& softmax, Score (&factor)[kQ], const Params& p,
+                           const Work& work, const Place& at) {
+  Score sink = -Limits<Score>::infinity();
+  if (p.call.sinks != nullptr) {
+    sink = load_kind<Score>(p.call.sinks, p.sinks_kind, head_index(p.sinks, work.item, work.head));
+  }
+  const bool store_lse = p.call.lse != nullptr && lane_x() == 0 && at.col_v == 0;
+  CF_UNROLL
+  for (int q = 0; q < kQ; ++q) {
+    Score lse;
+    softmax.finish(q, sink, factor[q], lse);
+    if (kDropout) factor[q] *= dropout_scale<Score>(p);
+    const i32 row = at.row + Tile::query(q);
+    if (row >= work.sight.q_length) lse = -Limits<Score>::infinity();
+    if (store_lse && row < p.seqlen_q) *work.lse.at(row, 0) = lse;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1) cupyflash_forward(const Params p) {
+  SharedStorage& smem = shared_storage<SharedStorage>();
+  const Work& work = smem.work;
+  const i32 tiles = ceil_div(p.seqlen_q, kBlockQ), splits = larger(ceil_div(p.head_dim_v, kHeadDimV), 1);
+  const TileWork tile = tile_work(block_index(), tiles, splits, p.heads_q, true);
+  const Place at{tile.tile * kBlockQ, tile.split * kHeadDimV};
+  if (thread_index() == 0) {
+    describe_item(smem.work, p, tile.own, 0, tile.head / (p.heads_q / p.heads_kv));
+    describe_head(smem.work, p, tile.head);
+  }
+  block_barrier();                       // the description is there
+  const i32 live_rows = smaller(at.row + kBlockQ, work.sight.q_length);
+  const Interval some = work.sight.keys_of_some(at.row, live_rows), all = work.sight.keys_of_all(at.row, live_rows);
+  for (i32 chunk = 0; !(kStreamed && p.head_dim > kHeadDim) && chunk * kChunk < p.head_dim; ++chunk) {
+    load_queries<Tile>(smem.q[chunk], work.q, work, at.row, chunk, p.head_dim);
+  }
+
+  Score acc[kQ][kCols], factor[kQ];
+  OnlineSoftmax<Score, kQ, RowLanes> softmax;
+  clear(acc);
+  softmax.reset();
+  for (i32 col = tile_floor(some.start, kBlockKV); col < some.stop; col += kBlockKV) {
+    Tile::Scores s;
+    products(s, smem, p, at, col);
+    shape_scores(s, smem, p, at, col, all.covers(col, col + kBlockKV));
+    softmax.update(s, factor);
+    scale_rows(acc, factor);
+    warp_barrier();                      // the weights before have been read
+    store_weights(s, smem, at, col);
+    warp_barrier();                      // the weights are there
+    multiply<kQ, kCols, kBlockKV, kLanesY * Tile::kStep, kHeadDimV, kHeadDimV, 0>(
+        acc, smem.weights + lane_y() * Tile::kStep, smem.v + kVec * lane_x());
+  }
+  finish_rows(softmax, factor, p, work, at);
+  scale_rows(acc, factor);
+  block_barrier();                       // all tiles have been read: the results may lie over them
+  store_accumulators<kHeadDimV>(smem.q[0], acc);
+  block_barrier();                       // the results are there
+  const Target to{at.row, work.sight.q_length, p.seqlen_q, at.col_v, p.head_dim_v, false};
+  store_tile<kBlockQ, kHeadDimV, Tile::Queries>(smem.q[0], p.call.out, p.out, p.out_kind, work.item, work.head, to);
+}

@@ -1,0 +1,41 @@
+"""The kernels that the suite's small problems use, compiled side by side before the first of them runs."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+from cupyflash.cuda import configs, families
+from cupyflash.cuda.machine import gpu
+
+MOST_KERNELS = 150
+SMALL_HEAD_DIM = 20  # the widest of test_properties
+
+
+def small_kernels(cc):
+    """Every config that head dims up to SMALL_HEAD_DIM can need on a device of that compute capability."""
+    bits = list(itertools.product((False, True), repeat=len(configs.OPTION_BITS)))
+    found = {}
+    for family in families.FAMILIES:
+        if not family.least_cc <= cc <= family.most_cc:
+            continue
+        for dtype, kernel in itertools.product(
+            family.dtypes, (*configs.ATTENTION_KERNELS, *configs.PREPOST_KERNELS)
+        ):
+            for options in bits:
+                dim = SMALL_HEAD_DIM
+                found[configs.choose(family.name, kernel, dtype, dim, dim, options, cc)] = True
+    return list(found)
+
+
+def compile_small_kernels(device):
+    """Load them all on a device; NVRTC compiles outside the interpreter lock."""
+    machine = gpu(device)
+
+    def load(config):
+        with machine.current():
+            machine.load(config)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(load, small_kernels(machine.compute_capability)))

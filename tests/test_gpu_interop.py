@@ -1,0 +1,76 @@
+"""Arrays of other libraries: DLPack and the CUDA array interface, read without a copy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import BFLOAT16, assert_same, host, qkv
+
+import cupyflash
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def torch(cupy):
+    torch = pytest.importorskip("torch", reason="needs PyTorch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a PyTorch that sees the GPU")
+    return torch
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32, np.float64], ids=str)
+def test_K09_torch_tensors_by_dlpack(cupy, torch, dtype):
+    arrays = qkv(cupy, batch=2, heads=2, m=37, d=16, dtype=dtype)
+    tensors = [torch.from_dlpack(x) for x in arrays]
+    for given in (tensors, [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]):
+        out, vjp = cupyflash.attention_vjp(*given, causal=True)
+        expected, expected_vjp = cupyflash.attention_vjp(*arrays, causal=True)
+        assert isinstance(out, cupy.ndarray)
+        assert_same(host(out), host(expected))
+        assert_same(host(vjp(torch.from_dlpack(out))), host(expected_vjp(expected)))
+    assert torch.from_dlpack(out).dtype == tensors[0].dtype
+
+
+def test_torch_tensors_are_read_in_place(cupy, torch):
+    q, k, v = (torch.from_dlpack(x) for x in qkv(cupy, m=9))
+    _, vjp = cupyflash.attention_vjp(q, k, v)
+    v.zero_()
+    torch.cuda.synchronize()
+    dout = cupy.ones((1, 1, 9, 8), np.float32)
+    zeros = cupyflash.attention_vjp(*map(cupy.from_dlpack, (q, k, v)))[1](dout)
+    assert_same(host(vjp(dout).v), host(zeros.v))
+
+
+def test_work_of_the_producer_comes_first(cupy, torch):
+    """DLPack orders the producer's pending work before our reading."""
+    slow = torch.ones(4096, 4096, device="cuda")
+    arrays = qkv(cupy, heads=2, m=64, d=32)
+    expected = cupyflash.attention(3 * arrays[0], *arrays[1:])
+    q, k, v = (torch.from_dlpack(x) for x in arrays)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(20):
+            slow = slow @ slow * 1e-4
+        q.mul_(3)
+        out = cupyflash.attention(q, k, v)
+    assert_same(host(out), host(expected))
+
+
+def test_a_tensor_that_requires_grad_is_refused_with_advice(cupy, torch):
+    q, k, v = (torch.from_dlpack(x) for x in qkv(cupy))
+    with pytest.raises(TypeError, match=r"detach\(\)"):
+        cupyflash.attention(q.requires_grad_(), k, v)
+
+
+def test_the_cuda_array_interface(cupy):
+    class Foreign:
+        def __init__(self, array):
+            self.array = array
+            self.__cuda_array_interface__ = array.__cuda_array_interface__
+
+    arrays = qkv(cupy, m=21)
+    assert_same(
+        host(cupyflash.attention(*map(Foreign, arrays))),
+        host(cupyflash.attention(*arrays)),
+    )
