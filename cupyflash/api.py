@@ -138,7 +138,26 @@ def attention(
            [0.36 , 0.64 , 0.   ],
            [0.264, 0.264, 0.471]], dtype=float32)
     """
-    options = {name: value for name, value in locals().items() if name in dispatch.OPTIONS}
+    options = {
+        "scale": scale,
+        "causal": causal,
+        "query_offset": query_offset,
+        "window": window,
+        "mask": mask,
+        "bias": bias,
+        "alibi_slopes": alibi_slopes,
+        "softcap": softcap,
+        "sinks": sinks,
+        "q_lengths": q_lengths,
+        "kv_lengths": kv_lengths,
+        "dropout_p": dropout_p,
+        "dropout_seed": dropout_seed,
+        "dropout_offset": dropout_offset,
+        "dropout_origin": dropout_origin,
+        "precision": precision,
+        "deterministic": deterministic,
+        "backend": backend,
+    }
     return dispatch.attention(q, k, v, options, return_lse=return_lse, out=out, workspace=workspace)
 
 

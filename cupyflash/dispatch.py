@@ -40,13 +40,21 @@ def attention(
     q: Any, k: Any, v: Any, options: dict[str, Any], *, return_lse: bool, out: Any, workspace: Any
 ) -> Any:
     """`cupyflash.attention`."""
+    key = None
+    if out is None and workspace is None and is_device(q):
+        key, result = _cuda().recall(q, k, v, options, return_lse)
+        if result is not None:
+            return result
     if _wants_transfer(q, options):
         moved, results = _outputs_on_device(out)
         q, k, v, options = _to_device((q, k, v, options))
         result = attention(q, k, v, options, return_lse=return_lse, out=moved, workspace=None)
         return results(result)
     problem = Problem.create(q, k, v, **options)
-    return _forward(problem, return_lse, out, workspace)[0]
+    result = _forward(problem, return_lse, out, workspace)[0]
+    if key is not None:
+        _cuda().keep(key, problem, return_lse)
+    return result
 
 
 def attention_vjp(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from support import BFLOAT16, DTYPE_IDS, DTYPES, NEG_INF, assert_same, check, co
 
 import cupyflash
 from cupyflash import Gradients, cpu, reference, testing
-from cupyflash.cpu import forward_pass, gradients, scores, workers
+from cupyflash.cpu import backward_pass, forward_pass, scores, shares, workers
 from cupyflash.masks import allowed
 from cupyflash.problem import Problem
 
@@ -31,6 +32,7 @@ OPTIONS = {
     },
     "lengths": {"q_lengths": [0, 33], "kv_lengths": [50, 0]},
     "mask": {"mask": rng.random((4, M, N)) < 0.6},
+    "mask with empty rows": {"mask": (rng.random((4, M, N)) < 0.6) & (np.arange(M)[:, None] % 7 > 0)},
     "key mask": {"mask": rng.random((2, 1, 1, N)) < 0.6},
     "bias": {
         "bias": np.where(rng.random((*HEADS, M, N)) < 0.1, NEG_INF, rng.standard_normal((*HEADS, M, N)))
@@ -71,11 +73,11 @@ def operands(dtype=np.float32, heads_kv=2):
     return qkv(np, 2, 4, M, N, 6, 5, heads_kv=heads_kv, dtype=dtype)
 
 
-def use_tiles(monkeypatch, kept, moved, stack_elements=1):
+def use_tiles(monkeypatch, kept, moved, elements=1):
     """Tiles of ``kept`` by ``moved`` float32 scores instead of the usual ones."""
     monkeypatch.setattr("cupyflash.cpu.tiles._KEPT", kept)
     monkeypatch.setattr("cupyflash.cpu.tiles._MOVED_BYTES", 4 * moved)
-    monkeypatch.setattr("cupyflash.cpu.tiles._STACK_ELEMENTS", stack_elements)
+    monkeypatch.setattr("cupyflash.cpu.tiles._TILE_BYTES", 4 * elements)
 
 
 def use_threads(monkeypatch, count):
@@ -131,6 +133,40 @@ def test_scores_that_grow_from_tile_to_tile(monkeypatch):
     k *= np.geomspace(1e-3, 1e4, N, dtype=np.float32)[:, None]
     check(q, k, v)
     check(q, k[:, :, ::-1], v)
+
+
+@pytest.mark.parametrize("tile", [(16, 24), (4096, 4096)], ids=["many tiles", "one tile"])
+def test_equal_large_scores_cancel(monkeypatch, tile):
+    use_tiles(monkeypatch, *tile)
+    q, k, v = qkv(np, 1, 1, 90, 70, 8)
+    q[...], k[...] = 1000 * q[..., :1, :], 1000 * k[..., :1, :]  # all scores are one number near 1e6
+    check(q, k, v)
+
+
+def test_a_row_with_an_infinite_score_leaves_the_gradients_of_keys_hidden_from_it_alone(monkeypatch):
+    use_tiles(monkeypatch, 16, 24)
+    q, k, v = operands()
+    bias = np.zeros((M, N), np.float32)
+    bias[3, 2] = np.inf
+    (out, lse), vjp = cupyflash.attention_vjp(q, k, v, causal="top_left", bias=bias, return_lse=True)
+    assert np.isposinf(lse[..., 3]).all()
+    assert np.isnan(out).any(axis=(0, 1, 3)).tolist() == [row == 3 for row in range(M)]
+    dk, dv = vjp(np.ones_like(out))[1:3]
+    for grad in (dk, dv):
+        assert np.isfinite(grad[..., 4:, :]).all()
+
+
+def test_a_row_without_keys_reads_no_value(monkeypatch):
+    use_tiles(monkeypatch, 16, 24)
+    q, k, v = operands()
+    v[..., 0, :] = k[..., 0, :] = np.nan
+    mask = np.ones((M, N), bool)
+    mask[5] = mask[:, 0] = False
+    (out, lse), vjp = cupyflash.attention_vjp(q, k, v, mask=mask, return_lse=True)
+    assert_same(out[..., 5, :], np.zeros_like(out[..., 5, :]))
+    assert_same(lse[..., 5], np.full_like(lse[..., 5], NEG_INF))
+    dq = vjp(np.ones_like(out)).q
+    assert_same(dq[..., 5, :], np.zeros_like(dq[..., 5, :]))
 
 
 LEADS = [
@@ -212,8 +248,9 @@ def test_bits_do_not_depend_on_strides(layout):
 
 @pytest.mark.parametrize("name", ["none", "bias of all", "bias of keys", "alibi", "everything"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
-def test_bits_do_not_depend_on_the_number_of_workers(monkeypatch, name, dtype):
-    use_tiles(monkeypatch, 8, 12)
+@pytest.mark.parametrize("kept", [8, 40], ids=["many tasks a unit", "few tasks a unit"])
+def test_bits_do_not_depend_on_the_number_of_workers(monkeypatch, name, dtype, kept):
+    use_tiles(monkeypatch, kept, 12)
     arrays, options = operands(dtype), OPTIONS[name]
 
     def run(threads):
@@ -222,6 +259,14 @@ def test_bits_do_not_depend_on_the_number_of_workers(monkeypatch, name, dtype):
         return (*results, *vjp(*cotangents(np, *results)))
 
     expected = run(1)
+    compute = backward_pass.BackwardWorker._member
+
+    def first_task_last(self, task, *rest):
+        if task.number == 0:
+            time.sleep(0.05)
+        compute(self, task, *rest)
+
+    monkeypatch.setattr(backward_pass.BackwardWorker, "_member", first_task_last)
     for threads in (2, 5):
         assert_same(run(threads), expected)
 
@@ -231,42 +276,94 @@ def test_every_worker_stops_when_one_fails(monkeypatch):
     use_threads(monkeypatch, 3)
     q, k, v = operands()
     out, lse = cupyflash.attention(q, k, v, return_lse=True)
-    count, add_q = iter(range(10**6)), gradients.TaskShares.add_q
+    count, add_q = iter(range(10**6)), shares.TaskShares.add_q
 
     def fail_later(*args):
         if next(count) == 20:
             raise MemoryError("the twentieth tile")
         add_q(*args)
 
-    monkeypatch.setattr(gradients.TaskShares, "add_q", fail_later)
+    monkeypatch.setattr(shares.TaskShares, "add_q", fail_later)
     before = threading.active_count()
     with pytest.raises(MemoryError, match="the twentieth tile"):
         cupyflash.attention_backward(out, q, k, v, out, lse)
     assert threading.active_count() == before
 
 
-def test_a_call_leaves_blas_its_threads():
+@pytest.mark.parametrize("caller", ["main", "another"])
+def test_a_call_leaves_blas_its_threads(caller):
     threadpoolctl = pytest.importorskip("threadpoolctl")
     arrays = qkv(np, 1, 2, 1100, d=8)
+    during = []
 
     def threads():
         return [x["num_threads"] for x in threadpoolctl.threadpool_info() if x["user_api"] == "blas"]
 
-    with threadpoolctl.threadpool_limits(2, user_api="blas"):
-        before = threads()
-        calls = [threading.Thread(target=cupyflash.attention, args=arrays) for _ in range(4)]
-        for call in calls:
-            call.start()
-        for call in calls:
-            call.join()
+    with threadpoolctl.threadpool_limits(2, user_api="blas"), pytest.MonkeyPatch.context() as patch:
+        before, finish = threads(), forward_pass.ForwardWorker._finish
+        patch.setattr(
+            forward_pass.ForwardWorker, "_finish", lambda *args: during.append(threads()) or finish(*args)
+        )
+        if caller == "main":
+            cupyflash.attention(*arrays)
+        else:
+            calls = [threading.Thread(target=cupyflash.attention, args=arrays) for _ in range(3)]
+            for call in calls:
+                call.start()
+            for call in calls:
+                call.join()
         assert threads() == before
-        if before:
-            assert cupyflash.plan(*arrays).workspace_bytes == 2 * _one_worker_bytes(arrays)
+    assert set(map(tuple, during)) == {(1,) * len(before)}
 
 
-def _one_worker_bytes(arrays):
-    with pytest.importorskip("threadpoolctl").threadpool_limits(1, user_api="blas"):
-        return cupyflash.plan(*arrays).workspace_bytes
+def test_the_workers_are_as_many_as_the_threads_of_blas():
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+    arrays = qkv(np, 1, 2, 1100, d=8)
+    found = []
+    for count in (1, 2):
+        with threadpoolctl.threadpool_limits(count, user_api="blas"):
+            found.append(cupyflash.plan(*arrays).workspace_bytes)
+    assert found[1] == 2 * found[0]
+
+
+def test_every_thread_limits_a_blas_that_keeps_a_limit_for_each(monkeypatch):
+    limited = set()
+
+    class Controller:
+        """What threadpoolctl has for BLAS on OpenMP, where a limit is the calling thread's."""
+
+        def __init__(self, *libraries):
+            self.lib_controllers = libraries
+
+        def limit(self, limits):
+            limited.update((threading.get_ident(), limits) for _ in self.lib_controllers)
+            return self
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        restore_original_limits = __exit__
+
+    class Library:
+        num_threads = 3
+
+    monkeypatch.setattr(workers, "_controllers", lambda: (Controller(), Controller(Library())))
+    monkeypatch.setattr(cpu, "_THREADS_FROM", 0)
+    use_tiles(monkeypatch, 16, 24)
+    used = set()
+    attend = forward_pass.ForwardWorker._attend
+
+    def record(*args):
+        used.add((threading.get_ident(), 1))
+        attend(*args)
+
+    monkeypatch.setattr(forward_pass.ForwardWorker, "_attend", record)
+    cupyflash.attention(*operands())
+    assert used <= limited
+    assert len(limited) >= 2
 
 
 GEOMETRIES = {
@@ -310,7 +407,7 @@ def test_only_tiles_that_someone_sees_are_computed_and_only_borders_are_masked(m
         for rows, cols in computed:
             visits[rows, cols] += 1
             assert seen[rows, cols].any(axis=0).all()
-            assert seen[rows, cols].any()
+            assert seen[rows, cols].any(axis=1).all()
         assert (visits[seen] == 1).all()
         assert visits.max() == 1
     assert all(not seen[rows, cols].all() for rows, cols in masked)

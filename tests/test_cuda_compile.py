@@ -22,7 +22,7 @@ nvrtc = cupy.cuda.nvrtc
 MOST_SECONDS = 5.0
 
 
-def complaint(config, arch):
+def complaint(config, arch, most_seconds=None):
     """What is wrong with a kernel compiled for an architecture; None if nothing is."""
     start = time.thread_time()  # the compiler's own work, whatever else the machine does
     report = module.compile_offline(config, arch)
@@ -32,7 +32,7 @@ def complaint(config, arch):
         faults.append(f"spills {report.spill_bytes} bytes, stack frame {report.stack_bytes} bytes")
     if report.shared_bytes > configs.shared_limit(arch):
         faults.append(f"{report.shared_bytes} bytes of shared memory, at most {configs.shared_limit(arch)}")
-    if seconds >= MOST_SECONDS:
+    if most_seconds is not None and seconds >= most_seconds:
         faults.append(f"{seconds:.1f} s to compile")
     return f"{config} on sm_{report.arch}: {'; '.join(faults)}" if faults else None
 
@@ -49,7 +49,7 @@ def test_one_kernel_of_each_family_compiles_without_spills(config):
 def test_every_kernel_that_can_be_chosen_compiles_without_spills(arch, dtype, kernel):
     chosen = [c for c in configs.all_configs(arch) if (c.dtype, c.kernel) == (dtype, kernel)]
     assert chosen
-    complaints = [found for config in chosen if (found := complaint(config, arch))]
+    complaints = [found for config in chosen if (found := complaint(config, arch, MOST_SECONDS))]
     assert complaints == []
 
 
@@ -83,7 +83,7 @@ def _fields(dtype, prefix="", start=0):
 @pytest.fixture
 def broken(monkeypatch):
     """The forward's config with a source that does not compile."""
-    config = configs.one_per_family()[0]
+    config = configs.one_per_family()[-1]
     wrong = config.source().replace('extern "C" __global__', 'this_is_no_type x;\nextern "C" __global__', 1)
     monkeypatch.setattr(configs.Config, "source", lambda self, **_: wrong)
     return config
@@ -102,7 +102,7 @@ def test_K16_a_compile_error_names_the_kernel_the_file_and_the_line(broken):
 
 def test_K19_an_architecture_that_nvrtc_lacks_is_named():
     with pytest.raises(RuntimeError, match=r"has no sm_37; it compiles for .*80"):
-        module.compile_offline(configs.one_per_family()[0], 37)
+        module.compile_offline(configs.one_per_family()[-1], 37)
 
 
 def test_K11_a_cache_that_cannot_be_written_names_the_variable():

@@ -112,7 +112,7 @@ LAYOUTS = {
     "stride 0": lambda cupy, x: cupy.broadcast_to(x[:1, :1], x.shape),
     "reversed": lambda cupy, x: x[..., ::-1, :],
     "five leading axes": lambda cupy, x: cupy.broadcast_to(
-        x[:, None, :1, None, None], (2, 3, 4, 2, 2, *x.shape[1:])
+        x[:, None, None, None, None], (2, 3, 4, 2, 2, *x.shape[1:])
     ).swapaxes(0, 3),
 }
 

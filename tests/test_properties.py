@@ -167,7 +167,7 @@ def small_tiles(request, monkeypatch, xp):
     monkeypatch.setattr("cupyflash.cpu.tiles._KEPT", 24)
     monkeypatch.setattr("cupyflash.cpu.tiles._MOVED_BYTES", 64)
     if request.param == "one by one":
-        monkeypatch.setattr("cupyflash.cpu.tiles._STACK_ELEMENTS", 1)
+        monkeypatch.setattr("cupyflash.cpu.tiles._TILE_BYTES", 4)
 
 
 @examples(30)

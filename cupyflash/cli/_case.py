@@ -9,6 +9,7 @@ import numpy as np
 from .. import attention, attention_backward, testing
 from ..arrays import is_device
 from ..cuda import device
+from ..cuda.emulate import Machine
 from ..problem import Gradients, Problem
 from ._files import dtype_of
 from ._report import usage_errors
@@ -63,6 +64,31 @@ class Case:
     def with_heads(self, result: Any) -> Any:
         """Out, lse or dout with the heads axis that 2-D arrays lack."""
         return result[None] if self.problem.squeeze else result
+
+
+class EmulatedCase(Case):
+    """A case whose results come from the GPU's kernels, executed on the CPU."""
+
+    def __init__(self, arrays: Any, options: dict[str, Any]) -> None:
+        super().__init__(arrays, {name: value for name, value in options.items() if name != "backend"})
+        with usage_errors():
+            self.machine = Machine(compute_capability=_emulated_capability())
+
+    def forward(self) -> tuple[Any, Any]:
+        """(out, lse), kept for the backward."""
+        self.out, self.lse = self.machine.attention(*self.arrays, **self.options)
+        return self.out, self.lse
+
+    def backward(self) -> Gradients:
+        """Gradients, kept."""
+        given = (self.dout, *self.arrays, self.out, self.lse)
+        self.gradients = self.machine.attention_backward(*given, **self.options)
+        return self.gradients
+
+
+def _emulated_capability() -> int:
+    """That of the GPU here, up to the last whose kernels use neither TMA nor wgmma; without one, that of small tiles."""
+    return 75 if device.missing() else min(device.compute_capability(0), 89)
 
 
 def random_arrays(shapes: Any, dtype: str, seed: int) -> Any:

@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from .. import reference, testing
+from ..cuda.emulate import BuildError, EmulationError
 from ..problem import Gradients
-from ._case import Case, random_arrays
+from ._case import Case, EmulatedCase, random_arrays
 from ._judge import judged
 from ._measure import fastest, measured, to_host
 from ._options import (
@@ -28,6 +30,8 @@ from ._options import (
 from ._report import emit, steps
 
 CLAIMS = ("exactness", "memory", "speed")
+AnyCase = TypeVar("AnyCase", bound=Case)
+SHAPE, EMULATED_SHAPE = "1,4,1024,64", "1,2,130,64"
 # Extra memory may grow like length**1, and no measurement is exact; the score matrix grows like length**2.
 MOST_GROWTH = 1.25
 PLAIN_LIMIT = 2**29
@@ -41,6 +45,7 @@ Examples:
   cupyflash check --claim exactness --shape 2,8,512,64 --heads-kv 2 --causal --dtype float16
   cupyflash check --claim memory --lengths 2048,4096,8192
   cupyflash check --claim speed --shape 1,8,4096,64 --json
+  cupyflash check --emulate --causal --dropout-p 0.1 --dropout-seed 1
 """,
 )
 @click.option(
@@ -49,7 +54,7 @@ Examples:
 @click.option(
     "--shape",
     type=Integers(low=0),
-    default="1,4,1024,64",
+    default=SHAPE,
     show_default=True,
     help="...,heads,length,head_dim of q.",
 )
@@ -65,6 +70,12 @@ Examples:
     show_default=True,
     help="Two or more lengths, each at least twice the last, at which memory is measured.",
 )
+@click.option(
+    "--emulate",
+    is_flag=True,
+    help=f"Run the GPU's kernels on the CPU, with their memory accesses checked (needs g++): exactness alone, "
+    f"by default of {EMULATED_SHAPE}.",
+)
 @attention_options
 @json_option
 def command(
@@ -76,6 +87,7 @@ def command(
     dtype: str,
     seed: int,
     lengths: tuple[int, ...],
+    emulate: bool,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -87,6 +99,14 @@ def command(
     memory     bytes allocated beyond the results, measured at growing lengths: at most linear growth
     speed      time beside that of the plain computation, softmax in place
     """
+    if emulate:
+        if set(claims) - {"exactness"}:
+            raise click.UsageError(
+                "--emulate has no timing and no memory of a GPU: it checks --claim exactness alone"
+            )
+        claims = ("exactness",)
+        if click.get_current_context().get_parameter_source("shape") == ParameterSource.DEFAULT:
+            shape = Integers().convert(EMULATED_SHAPE, None, None)
     claims = claims or CLAIMS
     if isinstance(lengths, int) or any(b < 2 * a for a, b in pairwise(lengths)):
         raise click.UsageError(
@@ -95,8 +115,8 @@ def command(
     wanted = shapes(shape, seqlen_k, heads_kv, head_dim_v)
     options = api_options(flags, heads=shape[-3] if len(shape) > 2 else 1)
 
-    def make(wanted: tuple[tuple[int, ...], ...]) -> Case:
-        case = Case(random_arrays(wanted, dtype, seed), options)
+    def make(wanted: tuple[tuple[int, ...], ...], kind: type[AnyCase]) -> AnyCase:
+        case = kind(random_arrays(wanted, dtype, seed), options)
         case.set_dout(random_arrays((case.out_shape,), dtype, seed + 1)[0])
         case.forward()
         return case
@@ -107,12 +127,14 @@ def command(
         "options": described(options),
     }
     if "exactness" in claims:
-        report["exactness"] = _exactness(make(wanted))
+        report["exactness"] = (
+            _emulated(lambda: make(wanted, EmulatedCase)) if emulate else _exactness(make(wanted, Case))
+        )
     if "memory" in claims:
         grown = [tuple((*x[:-2], length, x[-1]) for x in wanted) for length in lengths]
-        report["memory"] = _memory([make(x) for x in grown], lengths)
+        report["memory"] = _memory([make(x, Case) for x in grown], lengths)
     if "speed" in claims:
-        report["speed"] = _speed(make(wanted))
+        report["speed"] = _speed(make(wanted, Case))
     passed = all(report[claim].get("passed", True) for claim in claims)
     emit(report | {"passed": passed}, as_json)
     if not passed:
@@ -134,6 +156,16 @@ def _exactness(case: Case) -> dict[str, Any]:
     results = zip((case.out, case.lse, *ours), (*plain, *plain_gradients), (*exact, *exact_gradients))
     lines = [judged(name, *to_host(ways)) for name, ways in zip(names, results) if ways[0] is not None]
     return {"results": lines, "passed": all(line["passed"] for line in lines)}
+
+
+def _emulated(make: Callable[[], EmulatedCase]) -> dict[str, Any]:
+    """Exactness of the emulated kernels, or the fault that one of them has."""
+    try:
+        case = make()
+        found = _exactness(case)
+    except (EmulationError, BuildError) as error:
+        return {"fault": str(error), "passed": False}
+    return {"kernels": [str(config) for config in dict.fromkeys(case.machine.launched)], **found}
 
 
 def _memory(cases: list[Case], lengths: tuple[int, ...]) -> dict[str, Any]:

@@ -8,8 +8,9 @@ import numpy as np
 
 from .. import masks
 from ..request import BackwardRequest
-from .gradients import GradientSums, Task, TaskShares, Visit
+from .gradients import GradientSums, Task
 from .scores import SMALL, Scorer, distances, largest_norm, toeplitz
+from .shares import TaskShares, Visit
 from .tiles import (
     Buffers,
     Index,
@@ -37,6 +38,22 @@ class Rows(NamedTuple):
         return Rows(self.lse[:, part], self.change[:, part], unseeing, self.norm)
 
 
+class Keys(NamedTuple):
+    """A tile of keys (stack, keys, ...), and what the shares of their gradients are added to, None if not wanted."""
+
+    k: np.ndarray
+    v: np.ndarray
+    dk: np.ndarray | None
+    dv: np.ndarray | None
+    norm: float  # the largest of k's if anyone will ask for it
+
+    def cut(self, start: int, stop: int) -> Keys:
+        """Keys ``start`` to ``stop`` of it."""
+        part = slice(start, stop)
+        dk, dv = (None if x is None else x[:, part] for x in (self.dk, self.dv))
+        return Keys(self.k[:, part], self.v[:, part], dk, dv, self.norm)
+
+
 class RowReader:
     """Reads tiles of rows into one worker's buffers."""
 
@@ -45,21 +62,23 @@ class RowReader:
         self._scorer, self._buffers = scorer, buffers
         self._dout = Operand(request.dout, p.out_shape)
         self._out = None if request.out is None else Operand(request.out, p.out_shape)
-        self._lse, self._dlse, self._delta = (
-            None if x is None else Operand(x, p.lse_shape) for x in (request.lse, request.dlse, request.delta)
+        self._lse = Operand(request.lse, p.lse_shape)
+        self._dlse, self._delta = (
+            None if x is None else Operand(x, p.lse_shape) for x in (request.dlse, request.delta)
         )
 
     def rows(self, index: Index, rows: slice, stack: int) -> Rows:
         """Lse and delta of a tile."""
         lse = np.array(self._lse.read(index, rows))
+        change = np.zeros_like(lse)
         if self._delta is not None:
-            change = np.array(self._delta.read(index, rows))
-        else:
+            change += self._delta.read(index, rows)
+        elif self._out is not None:
             dout = self.dout(index, rows, stack)[..., :-1]
             product = self._buffers.take("out", *dout.shape)
             product[...] = self._out.read(index, rows, slice(None))
             product *= dout
-            change = product.sum(axis=-1)
+            change += product.sum(axis=-1)
         if self._dlse is not None:
             change -= self._dlse.read(index, rows)
         unseeing = lse == -np.inf
@@ -106,11 +125,13 @@ class BackwardWorker:
         k = self._scorer.load_k(kv_index, cols, stack)
         v = self._scorer.load_v(kv_index, cols, stack)
         norm = largest_norm(k[..., :-1]) if self._scorer.bare else np.inf
+        dk, dv = (shares.of_keys(name, inner, kv_index) for name in ("k", "v"))
+        keys = Keys(k, v, dk, dv, norm)
         for row in range(start // block * block, stop, block):
             rows = slice(max(row, start), min(row + block, stop))
             first, last = masks.key_interval(rows.start, rows.stop, **geometry)
             seen = slice(max(cols.start, first), min(cols.stop, last))
-            part = slice(seen.start - cols.start, seen.stop - cols.start)
+            seen_keys = keys.cut(seen.start - cols.start, seen.stop - cols.start)
             place = number * -(-p.seqlen_q // block) + row // block
             self._sums.order.advance(task.key, place)
             for head in range(p.group):
@@ -118,7 +139,7 @@ class BackwardWorker:
                 visit = Visit(inner, head, q_index, kv_index, geometry, place)
                 known = self._known_rows(task, visit, slice(row, min(row + block, geometry["q_length"])))
                 known = known.cut(rows.start - row, rows.stop - row)
-                self._tile(shares, visit, rows, seen, known, k[:, part], v[:, part], norm)
+                self._tile(shares, visit, rows, seen, known, seen_keys)
 
     def _known_rows(self, task: Task, visit: Visit, rows: slice) -> Rows:
         """The tile's `Rows`, found by the first of its unit's tasks that comes by."""
@@ -129,54 +150,52 @@ class BackwardWorker:
         return found[key]
 
     def _tile(
-        self,
-        shares: TaskShares,
-        visit: Visit,
-        rows: slice,
-        cols: slice,
-        known: Rows,
-        k: np.ndarray,
-        v: np.ndarray,
-        norm_k: float,
+        self, shares: TaskShares, visit: Visit, rows: slice, cols: slice, known: Rows, keys: Keys
     ) -> None:
-        take, wrt, p = self._buffers.take, self._wrt, self._problem
-        stack, width, height = *k.shape[:2], rows.stop - rows.start
+        take, p = self._buffers.take, self._problem
+        stack, width, height = *keys.k.shape[:2], rows.stop - rows.start
         q = self._scorer.load_q(visit.q_index, rows, stack)
         dout = self._reader.dout(visit.q_index, rows, stack)
         if known.unseeing is not None:
             q[known.unseeing] = dout[known.unseeing] = 0
         capped = None if p.softcap is None else take("capped", stack, height, width)
-        weights, closed = self._weights(visit, rows, cols, q, k, known, norm_k, capped)
+        weights, closed = self._weights(visit, rows, cols, q, keys, known, capped)
         dropped = self._scorer.dropped(visit.q_index, rows, cols)
         if p.dropout is not None:
             dout[..., :-1] *= p.score_dtype.type(p.dropout.scale)
-        if wrt & {"q", "k", "bias", "alibi_slopes"}:
-            dscores = self._dscores(weights, dout, v, known, dropped)
+        if self._wrt & {"q", "k", "bias", "alibi_slopes"}:
+            dscores = self._dscores(weights, dout, keys.v, known, dropped)
             if closed is not None:
                 np.copyto(dscores, 0, where=closed)
-            if "bias" in wrt:
-                shares.add_bias(visit, rows, cols, dscores)
-            if "alibi_slopes" in wrt:
-                far = distances(rows, cols, visit.geometry["offset"], dscores.dtype)
-                per_row = np.einsum("sij,ij->si", dscores, toeplitz(far, height, width))
-                shares.add_slopes(visit, -per_row.sum(axis=-1, dtype=np.float64))
+            self._add_options(shares, visit, rows, cols, dscores)
             if capped is not None:
                 np.multiply(capped, capped, out=capped)
                 dscores *= np.subtract(1, capped, out=capped)
-            if "k" in wrt:
+            if keys.dk is not None:
                 product = take("product", stack, width, p.head_dim)
-                shares.add_kv("k", visit, cols, np.matmul(dscores.swapaxes(-1, -2), q[..., :-1], out=product))
-            if "q" in wrt:
-                dq = np.matmul(dscores, k[..., :-1], out=take("product", stack, height, p.head_dim))
+                keys.dk[...] += np.matmul(dscores.swapaxes(-1, -2), q[..., :-1], out=product)
+            if "q" in self._wrt:
+                dq = np.matmul(dscores, keys.k[..., :-1], out=take("product", stack, height, p.head_dim))
                 dq *= p.score_dtype.type(p.scale)
                 if known.unseeing is not None:
                     dq[known.unseeing] = 0  # nothing of k, were it NaN
                 shares.add_q(visit, rows, dq)
-        if "v" in wrt:
+        if keys.dv is not None:
             if dropped is not None:
                 np.copyto(weights, 0, where=dropped)
             product = take("product", stack, width, p.head_dim_v)
-            shares.add_kv("v", visit, cols, np.matmul(weights.swapaxes(-1, -2), dout[..., :-1], out=product))
+            keys.dv[...] += np.matmul(weights.swapaxes(-1, -2), dout[..., :-1], out=product)
+
+    def _add_options(
+        self, shares: TaskShares, visit: Visit, rows: slice, cols: slice, dscores: np.ndarray
+    ) -> None:
+        """The shares of dbias and dslopes."""
+        if "bias" in self._wrt:
+            shares.add_bias(visit, rows, cols, dscores)
+        if "alibi_slopes" in self._wrt:
+            far = toeplitz(distances(rows, cols, visit.geometry["offset"], dscores.dtype), *dscores.shape[1:])
+            per_row = np.einsum("sij,ij->si", dscores, far)
+            shares.add_slopes(visit, -per_row.sum(axis=-1, dtype=np.float64))
 
     def _weights(
         self,
@@ -184,9 +203,8 @@ class BackwardWorker:
         rows: slice,
         cols: slice,
         q: np.ndarray,
-        k: np.ndarray,
+        keys: Keys,
         known: Rows,
-        norm_k: float,
         capped: np.ndarray | None,
     ) -> tuple[np.ndarray, np.ndarray | None]:
         """exp(s - lse) in the score buffer, and where it was selected to 0.
@@ -194,8 +212,9 @@ class BackwardWorker:
         Where scores and lse are small, s - lse comes out of the product itself, lse in q's spare column against
         k's ones. Large scores must be formed before lse is taken from them, so that equal ones cancel.
         """
-        scores = self._buffers.take("scores", len(q), q.shape[1], k.shape[1])
-        is_small = known.norm * norm_k <= SMALL
+        k = keys.k
+        scores = self._buffers.take("scores", *q.shape[:2], k.shape[1])
+        is_small = known.norm * keys.norm <= SMALL
         if is_small:
             q[..., -1] = -known.lse
             np.matmul(q, k.swapaxes(-1, -2), out=scores)

@@ -106,25 +106,29 @@ class ForwardWorker:
         m is the maximum of a row; where scores are ``small`` it is 0, which saves two passes over each tile.
         """
         scorer, take = self._scorer, self._buffers.take
-        stack, height, e = len(q), q.shape[1], self._problem.head_dim_v
+        stack, height = q.shape[:2]
         m = np.full((stack, height), -np.inf, q.dtype)
-        l, u = np.zeros_like(m), take("out", stack, height, e)
+        l, u = np.zeros_like(m), take("out", stack, height, self._problem.head_dim_v)
         u.fill(0)
         start, stop = keys
         for col in range(start, stop, self._tiles.block_kv):
             cols = slice(col, min(col + self._tiles.block_kv, stop))
-            width = cols.stop - col
+            first, last = masks.query_interval(cols.start, cols.stop, **geometry)
+            seeing = slice(max(rows.start, first), min(rows.stop, last))
+            part = slice(seeing.start - rows.start, seeing.stop - rows.start)
+            own_m, own_l, own_u = m[:, part], l[:, part], u[:, part]
             k, v = scorer.load_k(kv_index, cols, stack), scorer.load_v(kv_index, cols, stack)
-            scores = np.matmul(q, k.swapaxes(-1, -2), out=take("scores", stack, height, width))
-            scorer.options(scores, index, rows, cols, geometry)
+            scores = take("scores", stack, own_l.shape[1], cols.stop - col)
+            np.matmul(q[:, part], k.swapaxes(-1, -2), out=scores)
+            scorer.options(scores, index, seeing, cols, geometry)
             if not small:
-                m = _update_max(scores, m, l, u)
+                _subtract_max(scores, own_m, own_l, own_u)
             p = np.exp(scores, out=scores)
-            l += np.matmul(p, take("ones", width))
-            dropped = scorer.dropped(index, rows, cols)
+            own_l += np.matmul(p, take("ones", p.shape[-1]))
+            dropped = scorer.dropped(index, seeing, cols)
             if dropped is not None:
                 np.copyto(p, 0, where=dropped)
-            u += np.matmul(p, v, out=take("product", stack, height, e))
+            own_u += np.matmul(p, v, out=take("product", *own_u.shape))
         if small:
             m[l > 0] = 0
         return m, l, u
@@ -147,8 +151,8 @@ class ForwardWorker:
         self._lse.write(index, rows, np.where(m == np.inf, m, m + np.log(l)))
 
 
-def _update_max(scores: np.ndarray, m: np.ndarray, l: np.ndarray, u: np.ndarray) -> np.ndarray:
-    """The row maxima with this tile's, taken from the scores; l and u rescaled only where some row's has grown."""
+def _subtract_max(scores: np.ndarray, m: np.ndarray, l: np.ndarray, u: np.ndarray) -> None:
+    """Take the row maxima into m and from the scores; l and u are rescaled only where some row's has grown."""
     top = np.maximum(m, scores.max(axis=-1))
     # Rows that have seen nothing yet: exp(-inf - 0) is the 0 they need, exp(-inf + inf) is not.
     shift = np.where(top == -np.inf, 0, top)
@@ -156,5 +160,5 @@ def _update_max(scores: np.ndarray, m: np.ndarray, l: np.ndarray, u: np.ndarray)
         kept = np.exp(m - shift)
         l *= kept
         u *= kept[..., None]
+        m[...] = top
     scores -= shift[..., None]
-    return top

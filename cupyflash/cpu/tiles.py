@@ -11,10 +11,10 @@ import numpy as np
 
 from ..problem import Problem
 
-# The side of a tile that a task keeps (queries in the forward pass, keys in the backward pass), and the bytes of a
-# row of scores along the side that it moves over. Keeping the longer side saves reading the other again and again;
-# a float32 tile is 512 KiB, which stays in a second-level cache beside its operands.
-_KEPT, _MOVED_BYTES, _STACK_ELEMENTS = 512, 1024, 2**17
+# The side of a tile that a task keeps (queries in the forward pass, keys in the backward pass), and the least bytes
+# of scores along the side that it moves over. Keeping the longer side saves reading the other again and again; a
+# tile of 512 KiB stays in a second-level cache beside its operands. Smaller score matrices are stacked up to that.
+_KEPT, _MOVED_BYTES, _TILE_BYTES = 512, 1024, 2**19
 
 Index = tuple[Any, ...]  # one int, or one array of ints a stacked matrix, for each leading axis and the head
 
@@ -30,11 +30,14 @@ class Tiles(NamedTuple):
 def choose_tiles(problem: Problem, backward: bool) -> Tiles:
     """Tile sizes from the shape without leading axes: results do not depend on the batch."""
     p = problem
-    sides = _KEPT, max(1, _MOVED_BYTES // p.score_dtype.itemsize)
-    block_q, block_kv = sides[::-1] if backward else sides
-    block_q, block_kv = max(1, min(p.seqlen_q, block_q)), max(1, min(p.seqlen_k, block_kv))
-    matrix = max(block_q * block_kv, (block_q + block_kv) * max(p.head_dim, p.head_dim_v))
-    return Tiles(block_q, block_kv, max(1, _STACK_ELEMENTS // matrix))
+    itemsize, width = p.score_dtype.itemsize, max(p.head_dim, p.head_dim_v)
+    elements = _TILE_BYTES // itemsize
+    sides = (p.seqlen_k, p.seqlen_q) if backward else (p.seqlen_q, p.seqlen_k)
+    kept = max(1, min(sides[0], _KEPT))
+    moved = max(_MOVED_BYTES // itemsize, min(elements // kept, elements // width))
+    moved = max(1, min(sides[1], moved))
+    stack = max(1, elements // max(kept * moved, (kept + moved) * width))
+    return Tiles(moved, kept, stack) if backward else Tiles(kept, moved, stack)
 
 
 def buffer_shapes(problem: Problem, tiles: Tiles, backward: bool) -> dict[str, tuple[int, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Hashable, Iterable
@@ -69,7 +70,7 @@ class _Queue:
         worker = None
         try:
             # The state of floating-point warnings belongs to a thread.
-            with np.errstate(all="ignore"):
+            with np.errstate(all="ignore"), _one_thread_each():
                 while self.error is None and (task := self._next()) is not None:
                     worker = worker or new_worker()
                     worker(task)
@@ -105,8 +106,7 @@ def run(
 
 def thread_count() -> int:
     """How many workers a large call has: the threads of BLAS where threadpoolctl is installed, else 1."""
-    with _blas as threads:
-        return threads
+    return _blas.threads()
 
 
 class _Blas:
@@ -123,32 +123,63 @@ class _Blas:
         self._threads = 1
         self._limits: Any = None
 
+    def threads(self) -> int:
+        """The threads that BLAS has while no call is in its tiles."""
+        with self._lock:
+            return self._find_threads()
+
+    def _find_threads(self) -> int:
+        if self._calls == 0 and (controllers := _controllers()) is not None:
+            libraries = [x for controller in controllers for x in controller.lib_controllers]
+            self._threads = max((library.num_threads for library in libraries), default=1)
+        return self._threads
+
     def __enter__(self) -> int:
         with self._lock:
-            controller = _blas_controller()
-            if self._calls == 0 and controller is not None:
-                self._threads = max(
-                    (library.num_threads for library in controller.lib_controllers), default=1
-                )
-                self._limits = controller.limit(limits=1)
+            threads = self._find_threads()
+            if self._calls == 0 and (controllers := _controllers()) is not None:
+                _take_control(controllers[0])
+                self._limits = controllers[0].limit(limits=1)
             self._calls += 1
-            return self._threads
+            return threads
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._calls -= 1
-            if self._calls == 0 and self._limits is not None:
+            if self._calls == 0 and (controllers := _controllers()) is not None:
+                _take_control(controllers[0])
                 self._limits.restore_original_limits()
-                self._limits = None
+                _take_control(controllers[0])
 
 
 _blas = _Blas()
 
 
 @functools.cache
-def _blas_controller() -> Any:
+def _controllers() -> tuple[Any, Any] | None:
+    """Threadpoolctl's controllers of BLAS libraries with one limit for the process, and with one for each thread."""
     try:
         from threadpoolctl import ThreadpoolController
     except ImportError:
         return None
-    return ThreadpoolController().select(user_api="blas")
+    blas = ThreadpoolController().select(user_api="blas")
+    by_thread = [getattr(x, "threading_layer", None) == "openmp" for x in blas.lib_controllers]
+    paths: tuple[list[str], list[str]] = ([], [])
+    for library, one_each in zip(blas.lib_controllers, by_thread):
+        paths[one_each].append(library.filepath)
+    return blas.select(filepath=paths[0]), blas.select(filepath=paths[1])
+
+
+def _take_control(controller: Any) -> None:
+    """Let this thread set limits: threadpoolctl 3.7 and later reserve that to the first thread that did."""
+    for library in controller.lib_controllers:
+        if hasattr(library, "clear_controlling_thread"):
+            library.clear_controlling_thread(force=True)
+
+
+def _one_thread_each() -> Any:
+    """The limit that a thread must set for itself, where BLAS keeps one for each."""
+    controllers = _controllers()
+    if controllers is None or not controllers[1].lib_controllers:
+        return contextlib.nullcontext()
+    return controllers[1].limit(limits=1)

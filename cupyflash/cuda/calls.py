@@ -18,16 +18,21 @@ from typing import Any
 import numpy as np
 
 from ..problem import Problem
+from . import sm90_launch
+from .families import choose_family
 from .launch import fits, forward_recipe_of
 from .machine import Gpu, gpu
 from .operands import layout_bytes, layout_in_order, layouts, numbers, tensors
 from .params import ADDRESSES, CALL_BYTES, NUMBERS, Layout, pack_call
 from .recipe import Sizes
+from .sm90_launch import Extras
+from .tensormap import ALIGNMENT
 
 MOST_CALLS = 1024
 _WRITTEN = ADDRESSES.index("dropout_offset") + 1  # the forward's addresses are the first of the record
 _ADDRESSES = struct.Struct(f"={_WRITTEN}Q")
 _RANDOM = struct.Struct("=2Q")
+_COUNTER = struct.Struct("=Q")  # the head of the launch record
 _RANDOM_AT = 8 * (len(ADDRESSES) + NUMBERS.index("dropout_seed_value"))
 # Options that may be device arrays, with the name of their address. A number for one of the first four becomes an
 # array on its way: such calls are not remembered. The last two may be numbers below a limit, which are filled in.
@@ -128,12 +133,14 @@ class _Call:
     out: tuple[Any, ...]  # what `_empty` takes
     lse: tuple[Any, ...] | None
     dropout: bool
-    itemsize: int
+    extras: Extras | None
+    behind: tuple[bytes, ...]  # the arguments behind the record, but for maps and counter
+    units: tuple[int, ...]  # what the addresses of the record's head must be multiples of
     get_device: Callable[[], int]
     ndarray: type
     allocate: Callable[[int], Any]
     pointer: type
-    free: list[tuple[Any, Any]] = field(default_factory=list)  # records that no thread is launching with
+    free: list[tuple[Any, Any, Any]] = field(default_factory=list)  # records that no thread is launching with
 
     @classmethod
     def of(cls, machine: Gpu, problem: Problem, return_lse: bool) -> _Call | None:
@@ -143,23 +150,33 @@ class _Call:
         if return_lse:
             results["lse"] = layout_in_order(p.lse_shape, p.lse_dtype, None)
         found = layouts(arrays) | results
-        if not fits(sizes, found) or not all(map(machine.owns, arrays.values())):
+        family, _ = choose_family(p, machine.compute_capability)
+        if not fits(sizes, found, family.lead_axes) or not all(map(machine.owns, arrays.values())):
+            return None
+        if family.name == "sm90" and sm90_launch.copies(p):
             return None
         recipe = forward_recipe_of(p, machine, sizes, found)
         if not recipe.launches:
             return None
         [launch] = recipe.launches
         config, skip = launch.config, 1 if p.squeeze else 0
+        grid = min(launch.grid, machine.multiprocessors) if launch.extras else launch.grid
         cuda = machine.xp.cuda
+        behind: tuple[bytes, ...] = ()
+        if launch.extras is not None:
+            behind = (bytes(sm90_launch.MAPS_BYTES), launch.extras.launch([0] * 4, numbers(p), 0))
+        units = _units(p, family.name)
         return cls(
             machine=machine,
             function=machine.load(config).function,
-            launch=((launch.grid,), (config.threads,), config.shared_bytes),
+            launch=((grid,), (config.threads,), config.shared_bytes),
             record=pack_call([0] * len(ADDRESSES), numbers(p)) + launch.record[CALL_BYTES:],
             out=_made(results["out"], skip),
             lse=_made(results["lse"], skip) if return_lse else None,
             dropout=p.dropout is not None,
-            itemsize=p.dtype.itemsize,
+            extras=launch.extras,
+            behind=behind,
+            units=units,
             get_device=cuda.runtime.getDevice,
             ndarray=machine.xp.ndarray,
             allocate=cuda.alloc,
@@ -171,7 +188,7 @@ class _Call:
         if self.get_device() != self.machine.device:
             with self.machine.current():
                 return self(row, random)
-        if (row[0] | row[1] | row[2]) % self.itemsize:
+        if (row[0] | row[1] | row[2]) % self.units[0] or row[5] % self.units[1] or row[6] % self.units[2]:
             return None
         result = out = self._empty(*self.out)
         row[3] = out.data.ptr
@@ -183,10 +200,14 @@ class _Call:
             slot = self.free.pop()
         except IndexError:
             slot = self._slot()
-        buffer, args = slot
+        buffer, args, behind = slot
         _ADDRESSES.pack_into(buffer, 0, *row)
         if self.dropout:
             _RANDOM.pack_into(buffer, _RANDOM_AT, *random)
+        if self.extras is not None:
+            maps, launch = behind
+            maps[:] = self.extras.maps(row)
+            _COUNTER.pack_into(launch, 0, self.machine.counter())
         grid, threads, shared_bytes = self.launch
         self.function(grid, threads, args, shared_bytes)
         self.free.append(slot)  # the driver has copied the record
@@ -197,10 +218,20 @@ class _Call:
     ) -> Any:
         return self.ndarray(shape, dtype, self.allocate(nbytes), strides)
 
-    def _slot(self) -> tuple[np.ndarray, tuple[Any]]:
-        """A record of its own for a thread that is launching, and the launch's arguments, which point to it."""
-        buffer = np.frombuffer(bytearray(self.record), np.uint8)
-        return buffer, (self.pointer(buffer.ctypes.data),)
+    def _slot(self) -> tuple[np.ndarray, tuple[Any, ...], tuple[memoryview, ...]]:
+        """Records of its own for a thread that is launching, and the launch's arguments, which point to them."""
+        bare = [bytearray(x) for x in (self.record, *self.behind)]
+        buffers = [np.frombuffer(x, np.uint8) for x in bare]
+        args = tuple(self.pointer(buffer.ctypes.data) for buffer in buffers)
+        return buffers[0], args, tuple(map(memoryview, bare[1:]))
+
+
+def _units(problem: Problem, family: str) -> tuple[int, int, int]:
+    """What the addresses of q, k and v, of the mask and of the bias must be multiples of."""
+    if family != "sm90":
+        return problem.dtype.itemsize, 1, 1
+    bias = problem.bias
+    return ALIGNMENT, 2, 1 if bias is None else 2 * bias.dtype.itemsize
 
 
 def _made(layout: Layout, skip: int) -> tuple[Any, ...]:

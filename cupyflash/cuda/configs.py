@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from . import simt, source
+from . import simt, sm80, sm90, source
 from .families import FAMILIES, family_of
-from .simt import Geometry
+
+Geometry = simt.Geometry | sm80.Geometry | sm90.Geometry
 
 # The options that are compile-time, as in Config.options: what changes the inner loop. Everything else (positions,
 # lengths, sinks, the exact head dims, strides) is run-time.
@@ -17,10 +19,11 @@ OPTION_BITS = ("kMaskOrBias", "kSoftcapOrAlibi", "kDropout")
 OPTION_WORDS = ("mask|bias", "softcap|alibi", "dropout")
 ATTENTION_KERNELS = ("forward", "backward_q", "backward_kv", "backward_bias")
 PREPOST = "prepost"  # what stands before and after the attention kernels of any family
-PREPOST_KERNELS = ("delta", "sum_partials", "sum_rows")
+PREPOST_KERNELS = ("delta", "sum_partials", "sum_rows", "combine")
 PREPOST_THREADS = 256
 ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
-TABLES = {"simt": simt.TABLE}
+# By family: (kernel, bytes of the score type), or these and the options, -> geometries.
+TABLES: dict[str, dict[Any, tuple[Any, ...]]] = {"sm90": sm90.TABLE, "sm80": sm80.TABLE, "simt": simt.TABLE}
 WIDER_THAN_ANY = 2**30  # a head dim beyond every bucket
 # KiB of shared memory that a block may have, by the least compute capability it holds from.
 SHARED_LIMITS = {60: 48, 70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -96,6 +99,8 @@ class Config:
             constants = self.geometry.constants() | {"kSharedBytes": self.shared_bytes}
             constants |= dict(zip(OPTION_BITS, self.options))
             lines += [_constant(name, value) for name, value in constants.items()]
+        if isinstance(self.geometry, sm90.Geometry):
+            lines.append(self.geometry.wrappers(self.dtype))
         return "\n".join(lines)
 
     def source(self, *, emulate: bool = False) -> str:
@@ -116,24 +121,51 @@ def shared_limit(cc: int) -> int:
 
 @functools.cache
 def choose(
-    family: str, kernel: str, dtype: str, head_dim: int, head_dim_v: int, options: tuple[bool, ...], cc: int
+    family: str,
+    kernel: str,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    options: tuple[bool, ...],
+    cc: int,
+    short: bool = False,
 ) -> Config:
     """The config that runs a kernel for these head dims on a device of that compute capability.
+
+    `short` calls have at most `sm90.SHORT_QUERIES` queries.
 
     Of the rows that fit its shared memory: the first in the smallest bucket that holds both head dims, else the first
     in the largest.
     """
     if kernel in PREPOST_KERNELS:
         return Config(PREPOST, kernel, dtype)
-    rows = TABLES[family][kernel, 8 if dtype == "float64" else 4]
+    key = (kernel, 8 if dtype == "float64" else 4)
+    rows = TABLES[family].get((*key, options)) or TABLES[family][key]
     fitting = [
         row
         for row in sorted(rows, key=lambda row: row.head_dim)
         if row.shared_bytes(kernel, 8 if dtype == "float64" else 4) <= shared_limit(cc)
     ]
     need = min(max(head_dim, head_dim_v), fitting[-1].head_dim)
-    row = next(row for row in fitting if row.head_dim >= need)
-    return Config(family, kernel, dtype, row.for_dims(kernel, head_dim, head_dim_v), options)
+    need_v = min(head_dim_v, need)
+    row = next(row for row in fitting if row.head_dim >= need and row.head_dim_v >= need_v)
+    geometry = row.for_dims(kernel, head_dim, head_dim_v)
+    if short and isinstance(geometry, sm90.Geometry):
+        geometry = geometry.for_short()
+    return Config(family, kernel, dtype, geometry, options)
+
+
+def kernels_of(family: str) -> tuple[str, ...]:
+    """The attention kernels that a family has."""
+    return tuple(kernel for kernel in ATTENTION_KERNELS if any(key[0] == kernel for key in TABLES[family]))
+
+
+def in_runs(config: Config) -> list[Config]:
+    """The forms of a forward whose keys are cut into runs: with one head's rows in a tile, and with a group's."""
+    if not isinstance(config.geometry, sm80.Geometry) or config.kernel != "forward":
+        return []
+    forms = [False] if any(config.options) else [False, True]
+    return [replace(config, geometry=sm80.cut(config.geometry, packed)) for packed in forms]
 
 
 def all_configs(cc: int | None = None) -> Iterator[Config]:
@@ -142,10 +174,15 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
     bits = list(itertools.product((False, True), repeat=len(OPTION_BITS)))
     seen: dict[Config, None] = {}
     for family, one in itertools.product(FAMILIES, ccs):
-        buckets = sorted({row.head_dim for rows in TABLES[family.name].values() for row in rows})
-        for dtype, kernel in itertools.product(family.dtypes, (*ATTENTION_KERNELS, *PREPOST_KERNELS)):
-            for dim, options in itertools.product([*buckets, WIDER_THAN_ANY], bits):
-                seen[choose(family.name, kernel, dtype, dim, dim, options, one)] = None
+        if not family.least_cc <= one <= family.most_cc:
+            continue
+        buckets = {(row.head_dim, row.head_dim_v) for rows in TABLES[family.name].values() for row in rows}
+        wider = [] if family.most_head_dim else [(WIDER_THAN_ANY, WIDER_THAN_ANY)]
+        for dtype, kernel in itertools.product(family.dtypes, (*kernels_of(family.name), *PREPOST_KERNELS)):
+            for dims, options in itertools.product([*sorted(buckets), *wider], bits):
+                config = choose(family.name, kernel, dtype, *dims, options, one)
+                short = choose(family.name, kernel, dtype, *dims, options, one, True)
+                seen |= dict.fromkeys([config, short, *in_runs(config)])
     yield from seen
 
 

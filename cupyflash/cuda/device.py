@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 from types import ModuleType
 
 LEAST_CUPY = 14
+LEAST_NVRTC_FOR_SUFFIXES = (12, 9)  # older ones refuse the second -arch that CuPy adds
 
 
 def require_cupy() -> ModuleType:
@@ -63,6 +65,15 @@ def capturing(cupy: ModuleType) -> bool:
     return (
         stream.ptr not in (0, 1, 2) and stream.is_capturing()
     )  # the default streams cannot, and may not be asked
+
+
+def too_old_for_suffixes() -> str | None:
+    """Why NVRTC cannot compile for sm_90a and the like; None where it can, or where CuPy is not loaded."""
+    cupy = sys.modules.get("cupy")
+    if cupy is None or (version := tuple(cupy.cuda.nvrtc.getVersion())) >= LEAST_NVRTC_FOR_SUFFIXES:
+        return None
+    least, found = (".".join(map(str, x)) for x in (LEAST_NVRTC_FOR_SUFFIXES, version))
+    return f"needs NVRTC {least} or newer, CuPy has {found}"
 
 
 def available_backends() -> tuple[str, ...]:

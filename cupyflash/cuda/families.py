@@ -9,6 +9,10 @@ import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .device import too_old_for_suffixes
+from .params import LEAD_AXES
+from .sm80 import runs_of_keys
+
 if TYPE_CHECKING:
     from ..problem import Problem
 
@@ -34,6 +38,12 @@ class Family:
         The largest d or e; 0 is any.
     precisions : tuple of str
         For float32: what it computes, its default first.
+    backward : bool
+        Whether it has a backward.
+    lead_axes : int
+        How many leading axes that do not merge it takes in place.
+    cuts_keys : bool
+        Whether a forward of few queries can cut its keys into runs, so that they occupy the whole device.
     """
 
     name: str
@@ -43,12 +53,15 @@ class Family:
     dtypes: tuple[str, ...]
     most_head_dim: int
     precisions: tuple[str, ...]
+    backward: bool = True
+    lead_axes: int = LEAD_AXES
+    cuts_keys: bool = True
 
     def arch(self, cc: int) -> str:
         """The architecture to compile for, as in sm_<arch>."""
         return f"{cc}{self.arch_suffix}"
 
-    def refusal(self, problem: Problem, cc: int) -> str | None:
+    def refusal(self, problem: Problem, cc: int, backward: bool = False) -> str | None:
         """Why it does not take a problem on a device of that compute capability; None where it does."""
         if not self.least_cc <= cc <= self.most_cc:
             return f"needs compute capability {_span(self.least_cc, self.most_cc)}, the device has {cc / 10}"
@@ -58,12 +71,41 @@ class Family:
             return (
                 f"takes head dims up to {self.most_head_dim}, got {problem.head_dim} and {problem.head_dim_v}"
             )
+        if self.arch_suffix and problem.head_dim_v == 0:
+            return "takes no values of no columns"
+        if self.arch_suffix and (reason := too_old_for_suffixes()):
+            return reason
+        if backward and not self.backward:
+            return "has no backward"
+        if not self.cuts_keys and not backward and runs_of_keys(problem) > 1:
+            return "does not cut the keys of so few queries into runs"
         if problem.precision not in (None, *self.precisions):
             return f"computes float32 as {' or '.join(self.precisions)}, not {problem.precision}"
         return None
 
 
 FAMILIES = (
+    Family(
+        name="sm90",
+        least_cc=90,
+        most_cc=90,
+        arch_suffix="a",
+        dtypes=("float16", "bfloat16"),
+        most_head_dim=256,
+        precisions=(),
+        backward=False,
+        lead_axes=2,
+        cuts_keys=False,
+    ),
+    Family(
+        name="sm80",
+        least_cc=80,
+        most_cc=999,
+        arch_suffix="",
+        dtypes=("float16", "bfloat16"),
+        most_head_dim=256,
+        precisions=(),
+    ),
     Family(
         name="simt",
         least_cc=60,
@@ -85,7 +127,7 @@ def family_of(name: str) -> Family:
 
 
 def choose_family(
-    problem: Problem, cc: int, forced: str | None = None
+    problem: Problem, cc: int, forced: str | None = None, *, backward: bool = False
 ) -> tuple[Family, tuple[tuple[str, str], ...]]:
     """The family that runs a problem, and those passed over, each with its reason.
 
@@ -94,14 +136,16 @@ def choose_family(
     """
     if wanted := forced or FORCED:
         family = family_of(wanted)
-        if reason := family.refusal(problem, cc):
+        if reason := family.refusal(problem, cc, backward):
             raise ValueError(f"the family {wanted!r} was asked for but does not take this call: it {reason}")
         return family, tuple(
             (other.name, f"{wanted} was asked for") for other in FAMILIES if other is not family
         )
     passed_over: list[tuple[str, str]] = []
     for family in FAMILIES:
-        reason = family.refusal(problem, cc)
+        reason = family.refusal(problem, cc, backward)
+        if reason is None and family.name == "sm90" and runs_of_keys(problem) > 1:
+            reason = "leaves few queries with many keys to the sm80 family, which cuts the keys into runs"
         if reason is None:
             return family, tuple(passed_over)
         passed_over.append((family.name, reason))

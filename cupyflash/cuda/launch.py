@@ -14,8 +14,9 @@ from .families import choose_family
 from .flatten import flat_backward, flat_forward
 from .machine import gpu
 from .operands import GRADIENTS, layouts, numbers, tensors
-from .params import ADDRESSES, CALL_BYTES, LEAD_AXES, Layout, lead_axes, pack_call
+from .params import ADDRESSES, CALL_BYTES, Layout, lead_axes, pack_call
 from .recipe import Recipe, Sizes, backward_recipe, forward_recipe
+from .sm90_launch import readable
 
 
 def forward(
@@ -30,20 +31,27 @@ def forward(
     """(out, lse) in full form; what is None is allocated, lse only where it is wanted."""
     machine = machine or gpu(problem.q.device.id)
     with machine.current():
-        _check_workspace(machine, workspace, 0)
         arrays, sizes = _uploaded(machine, tensors(problem)), Sizes.of(problem)
         given = {name: x for name, x in (("out", out), ("lse", lse)) if x is not None}
-        if not fits(sizes, layouts(arrays | given)):
+        family, _ = choose_family(problem, machine.compute_capability)
+        if not fits(sizes, layouts(arrays | given), family.lead_axes):
             return flat_forward(
                 problem, out, lse, lambda flat: forward(flat, need_lse=need_lse, machine=machine)
             )
+        if family.name == "sm90":
+            arrays |= readable(problem)
         if out is None:
             out = empty_in_order(machine.xp, problem.out_shape, problem.out_dtype, problem.q)
         if lse is None and need_lse:
             lse = machine.empty(problem.lse_shape, problem.lse_dtype)
         arrays |= {"out": out} | ({} if lse is None else {"lse": lse})
         recipe = forward_recipe_of(problem, machine, sizes, layouts(arrays))
-        run(recipe, machine, _addresses(machine, arrays), numbers(problem))
+        _check_workspace(machine, workspace, recipe.workspace_bytes)
+        addresses = _addresses(machine, arrays)
+        if recipe.workspace:
+            workspace = machine.empty(recipe.workspace_bytes, np.uint8) if workspace is None else workspace
+            addresses |= {name: machine.address(workspace) + offset for name, offset in recipe.workspace}
+        run(recipe, machine, addresses, numbers(problem))
     return out, lse
 
 
@@ -61,12 +69,12 @@ def backward(request: BackwardRequest, *, workspace: Any = None, machine: Any = 
     with machine.current():
         arrays, sizes = _uploaded(machine, tensors(p)) | _cotangents(request), Sizes.of(p)
         targets = {GRADIENTS[name]: x for name, x in zip(GRADIENT_NAMES, request.targets) if x is not None}
-        if not fits(sizes, layouts(arrays | targets)):
+        family, _ = choose_family(p, machine.compute_capability, backward=True)
+        if not fits(sizes, layouts(arrays | targets), family.lead_axes):
             return flat_backward(request, lambda flat: backward(flat, machine=machine))
         results = {name: _gradient_array(machine, request, name) for name in request.wrt}
         arrays |= {GRADIENTS[name]: x for name, x in results.items()}
         cc = machine.compute_capability
-        family, _ = choose_family(p, cc)
         wanted = frozenset(GRADIENTS[name][1:] for name in request.wrt)
         found = tuple(layouts(arrays).items())
         recipe = backward_recipe(family.name, cc, sizes, found, wanted, request.accumulate)
@@ -115,13 +123,16 @@ def run(recipe: Recipe, machine: Any, addresses: dict[str, int], values: Iterabl
     for launch, kernel in zip(recipe.launches, kernels):
         seen = [0 if index in launch.hidden else x for index, x in enumerate(row)] if launch.hidden else row
         record = np.void(pack_call(seen, values) + launch.record[CALL_BYTES:])
-        config = launch.config
-        kernel.function((launch.grid,), (config.threads,), (record,), config.shared_bytes)
+        config, grid, arguments = launch.config, launch.grid, [record]
+        if launch.extras is not None:
+            grid = min(grid, machine.multiprocessors)
+            arguments += launch.extras.arguments(seen, values, machine.counter())
+        kernel.function((grid,), (config.threads,), tuple(arguments), config.shared_bytes)
 
 
-def fits(sizes: Sizes, found: dict[str, Layout]) -> bool:
-    """Whether a record can express these layouts."""
-    return all(x.expressible() for x in found.values()) and lead_axes(sizes, found) <= LEAD_AXES
+def fits(sizes: Sizes, found: dict[str, Layout], most_lead_axes: int) -> bool:
+    """Whether a record can express these layouts, with so many leading axes."""
+    return all(x.expressible() for x in found.values()) and lead_axes(sizes, found) <= most_lead_axes
 
 
 def _addresses(machine: Any, arrays: dict[str, Any]) -> dict[str, int]:

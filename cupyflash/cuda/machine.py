@@ -15,6 +15,7 @@ import numpy as np
 from ..arrays import is_device
 from . import module
 from .configs import Config
+from .counters import Counters
 from .device import capturing, compute_capability, require_gpu
 
 MOST_UPLOADS = 256
@@ -29,11 +30,29 @@ class Gpu:
     def __init__(self, device: int):
         self.xp = require_gpu()
         self.device = device
+        self._counters: Counters | None = None
 
     @property
     def compute_capability(self) -> int:
         """90 for 9.0."""
         return compute_capability(self.device)
+
+    @functools.cached_property
+    def multiprocessors(self) -> int:
+        """How many the device has."""
+        return int(self.xp.cuda.Device(self.device).attributes["MultiProcessorCount"])
+
+    def counter(self) -> int:
+        """Where two zeros lie that one launch may count in, and leaves zero; the device is current."""
+        in_graph = capturing(self.xp)
+        if self._counters is None:
+            if in_graph:
+                raise RuntimeError(
+                    "make one call before the capture of a CUDA graph: it needs memory that lasts"
+                )
+            with _upload_lock:
+                self._counters = self._counters or Counters(self._copy)
+        return self._counters.address(in_graph)
 
     def current(self) -> AbstractContextManager[Any]:
         """A context in which the device is the current one."""

@@ -9,7 +9,7 @@ import numpy as np
 from .. import cost
 from ..arrays import is_device
 from ..problem import GRADIENT_NAMES, Problem
-from . import module
+from . import module, sm90_launch
 from .device import compute_capability, missing, require_cupy
 from .families import choose_family
 from .flatten import copied_bytes, flat_problem
@@ -59,7 +59,7 @@ def plan(
         config=str(main) if main else f"{name}, nothing to launch",
         block_q=block_q,
         block_kv=block_kv,
-        splits=1,
+        splits=recipe.runs,
         kernels=tuple(launch.config.kernel for launch in recipe.launches),
         flops=cost.flops(p, backward),
         bytes_moved=cost.bytes_tiled(p, block_q, block_kv, backward),
@@ -77,15 +77,19 @@ def planned(
 ) -> tuple[Recipe, str, tuple[tuple[str, str], ...], int, int]:
     """(recipe, family, families passed over, bytes copied, bytes of results)."""
     cc = target(problem) if arch is None else arch
-    chosen, passed_over = choose_family(problem, cc, family)
+    chosen, passed_over = choose_family(problem, cc, family, backward=backward)
     found, results = layouts(tensors(problem)), _results(problem, backward)
     output = sum(map(layout_bytes, results.values()))
     copied = 0
-    if not fits(Sizes.of(problem), found | results):
+    if not fits(Sizes.of(problem), found | results, chosen.lead_axes):
         copied = copied_bytes(problem)
         problem = flat_problem(problem)
         found, results = layouts(tensors(problem)), _results(problem, backward)
         copied += sum(map(layout_bytes, results.values()))
+    if chosen.name == "sm90":
+        made = sm90_launch.copies(problem)
+        copied += sum(copy.nbytes for copy in made.values())
+        found |= {name: copy.layout for name, copy in made.items()}
     sizes = Sizes.of(problem)
     if not backward:
         recipe = forward_recipe(chosen.name, cc, sizes, tuple((found | results).items()))

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .configs import Config, choose
+from . import sm80, sm90
+from .configs import Config, choose, in_runs
 from .params import ADDRESSES, Layout, build_record
 from .simt import ceil
+from .sm90_launch import Extras, plain_scale
 
 MOST_BLOCKS = 2**31 - 1
 BIAS_BLOCKS = 256  # a bias gradient summed by fewer owners than this is cut into parts
@@ -47,7 +49,7 @@ class Sizes(NamedTuple):
         p = problem
         options = (
             p.mask is not None or p.bias is not None,
-            p.softcap is not None or p.alibi_slopes is not None,
+            p.softcap is not None or p.alibi_slopes is not None or not plain_scale(p.scale),
             p.dropout is not None,
         )
         dims = (p.lead, p.heads_q, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v)
@@ -72,6 +74,7 @@ class Launch:
     grid: int
     record: bytes
     hidden: tuple[int, ...] = ()
+    extras: Extras | None = None  # what the kernel takes besides the record
 
     def __post_init__(self) -> None:
         if self.grid > MOST_BLOCKS:
@@ -87,6 +90,7 @@ class Recipe:
     launches: tuple[Launch, ...]
     workspace: tuple[tuple[str, int], ...] = ()
     workspace_bytes: int = 0
+    runs: int = 1  # into which a forward cuts its keys
 
     @property
     def main(self) -> Config | None:
@@ -97,10 +101,25 @@ class Recipe:
 
 @functools.lru_cache(maxsize=4096)
 def forward_recipe(family: str, cc: int, sizes: Sizes, layouts: Layouts) -> Recipe:
-    """The forward: one kernel, no workspace."""
+    """The forward: one kernel, no workspace; or keys in runs whose results are joined."""
     config = _config(family, "forward", cc, sizes)
+    if family == "sm80" and sizes.rows and (runs := sm80.runs_of_keys(sizes)) > 1:
+        return _forward_in_runs(config, runs, sizes, layouts)
     grid = config.geometry.blocks("forward", sizes, sizes.batch)
-    return Recipe((Launch(config, grid, build_record(sizes, dict(layouts)).tobytes()),) if grid else ())
+    record = build_record(sizes, dict(layouts))
+    extras = Extras.of(config, sizes, dict(layouts), record) if config.family == "sm90" else None
+    return Recipe((Launch(config, grid, record.tobytes(), extras=extras),) if grid else ())
+
+
+def _forward_in_runs(config: Any, runs: int, sizes: Sizes, layouts: Layouts) -> Recipe:
+    form: Any = in_runs(config)[sm80.may_pack(sizes)]
+    record = build_record(sizes, dict(layouts), splits=runs).tobytes()
+    after = choose(config.family, "combine", config.dtype, sizes.head_dim, sizes.head_dim_v, sizes.options, 0)
+    launches = (
+        Launch(form, form.geometry.blocks("forward", sizes, sizes.batch) * runs, record),
+        Launch(after, ceil(sizes.rows, after.threads // 32), record),
+    )
+    return Recipe(launches, (("partials", 0),), 4 * runs * sizes.rows * (sizes.head_dim_v + 1), runs)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -188,6 +207,8 @@ class _Backward:
         self._add(config, config.geometry.blocks("backward_q", self.sizes, _own(record)), record)
 
     def _bias(self) -> None:
+        if not math.prod(self.layouts["dbias"].shape):
+            return
         config = _config(self.family, "backward_bias", self.cc, self.sizes)
         names, s = (*_SCORES, "dout", "dbias"), self.sizes
         record = self._record(names, owner="dbias")
@@ -219,7 +240,8 @@ class _Backward:
 
 def _config(family: str, kernel: str, cc: int, sizes: Sizes) -> Any:
     s = sizes
-    return choose(family, kernel, s.dtype.name, s.head_dim, s.head_dim_v, s.options, cc)
+    short = s.seqlen_q <= sm90.SHORT_QUERIES
+    return choose(family, kernel, s.dtype.name, s.head_dim, s.head_dim_v, s.options, cc, short)
 
 
 def _own(record: np.ndarray) -> int:

@@ -109,8 +109,8 @@ def _row(threads: int, lanes_x: int, block_q: int, block_kv: int, chunk: int, bu
     return Geometry(threads, lanes_x, block_q, block_kv, chunk, bucket, bucket)
 
 
-# (kernel, bytes of the score type) -> geometries, the best first within a bucket of head dims. The first of a bucket is
-# made for two blocks on a multiprocessor with 227 KiB; those after it fit 99, 64 and 48 KiB.
+# (kernel, bytes of the score type) -> geometries, the best first within a bucket of head dims. The first of a bucket
+# is made for two blocks on a multiprocessor with 227 KiB; those after it fit 99, 64 and 48 KiB.
 TABLE: dict[tuple[str, int], tuple[Geometry, ...]] = {
     ("forward", 4): (
         _row(128, 8, 128, 64, 64, 64),

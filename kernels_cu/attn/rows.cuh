@@ -27,6 +27,9 @@ CF_DEVICE Item item_at(const Params& p, u32 own, u32 loop) {
 
 CF_DEVICE u32 points(const i32 (&sizes)[kLeadAxes]) { return u32(sizes[0]) * sizes[1] * sizes[2] * sizes[3]; }
 
+// Whether a block walks more than one item.
+CF_DEVICE bool walks_items(const Params& p) { return p.loop[0] > 1 || p.loop[1] > 1 || p.loop[2] > 1 || p.loop[3] > 1; }
+
 CF_DEVICE i64 lead_offset(const i64 (&strides)[kLeadAxes], const Item& item) {
   return strides[0] * item.at[0] + strides[1] * item.at[1] + strides[2] * item.at[2] + strides[3] * item.at[3];
 }

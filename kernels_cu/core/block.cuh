@@ -20,6 +20,12 @@ template <class T> CF_DEVICE T& shared_storage() {
 CF_DEVICE void block_barrier() { __syncthreads(); }              // all threads of the block; orders shared memory
 CF_DEVICE void warp_barrier() { __syncwarp(); }                  // all 32 lanes of the warp; orders shared memory
 
+// p, known to point to global memory: kept in shared memory it would be read by slower generic loads.
+template <class T> CF_DEVICE T* in_global(T* p) {
+  __builtin_assume(__isGlobal(p));
+  return p;
+}
+
 // x, of which the optimiser knows nothing: what is computed from it stays where it is used, instead of being computed
 // before a loop and holding registers through it.
 CF_DEVICE i64 opaque(i64 x) {

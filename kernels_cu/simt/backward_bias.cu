@@ -70,7 +70,7 @@ CF_DEVICE void add_tile(Tile::Scores& sum, SharedStorage& smem, const Params& p,
   products(weights, smem, work.q, work.k, at, p.head_dim);
   weigh(weights, smem, p, at);
   products(dp, smem, work.dout, work.v, at, p.head_dim_v);
-  const u64 kept = kDropout ? Tile::keep_bits(work.dropout, at.row, at.col) : 0;
+  const Tile::Bits kept = kDropout ? Tile::keep_bits(work.dropout, at.row, at.col) : 0;
   const Score scale = kDropout ? dropout_scale<Score>(p) : Score(1);
   CF_UNROLL
   for (int q = 0; q < kQ; ++q) {
@@ -86,11 +86,7 @@ CF_DEVICE void add_tile(Tile::Scores& sum, SharedStorage& smem, const Params& p,
 // The tile's sums in shared memory; along an axis that the bias lacks, slot 0 gets the sum over all slots, in order.
 CF_DEVICE void fold(const Tile::Scores& sum, SharedStorage& smem, const Params& p) {
   block_barrier();                         // the addends have been read
-  CF_UNROLL
-  for (int q = 0; q < kQ; ++q) {
-    CF_UNROLL
-    for (int k = 0; k < kK; ++k) smem.tile[Tile::place(q, k)] = sum[q][k];
-  }
+  Tile::store(sum, smem.tile);
   block_barrier();                         // the sums are there
   if (!p.own_rows) {
     for (i32 k = thread_index(); k < kBlockKV; k += kThreads) {

@@ -31,25 +31,22 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == kSharedBytes, "the launch gives what the kernel uses");
 static_assert(kHeadDim % kChunk == 0 && kHeadDimV % kChunk == 0, "whole chunks");
 
-// The place of a block's results: first query, first column of dq.
-struct Place { i32 row, col_d; };
-
 CF_DEVICE bool is_streamed(i32 width, i32 fits) { return kStreamed && width > fits; }
 
 // Everything of the queries that stays for all key tiles of an item.
-CF_DEVICE void load_resident(SharedStorage& smem, const Params& p, const Place& at) {
+CF_DEVICE void load_resident(SharedStorage& smem, const Params& p) {
   const Work& work = smem.work;
-  load_row_numbers<Tile>(smem.lse, smem.delta, work, at.row);
+  load_row_numbers<Tile>(smem.lse, smem.delta, work, work.first);
   for (i32 chunk = 0; !is_streamed(p.head_dim, kHeadDim) && chunk * kChunk < p.head_dim; ++chunk) {
-    load_queries<Tile>(smem.q[chunk], work.q, work, at.row, chunk, p.head_dim);
+    load_queries<Tile>(smem.q[chunk], work.q, work, work.first, chunk, p.head_dim);
   }
   for (i32 chunk = 0; !is_streamed(p.head_dim_v, kHeadDimV) && chunk * kChunk < p.head_dim_v; ++chunk) {
-    load_queries<Tile>(smem.dout[chunk], work.dout, work, at.row, chunk, p.head_dim_v);
+    load_queries<Tile>(smem.dout[chunk], work.dout, work, work.first, chunk, p.head_dim_v);
   }
 }
 
 // S = q k^T; all of k, or its chunks one after the other, and the first chunk of v are loaded on the way.
-CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, const Place& at, i32 col) {
+CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i32 col) {
   const Work& work = smem.work;
   const bool streamed = is_streamed(p.head_dim, kHeadDim);
   const i32 chunks = ceil_div(p.head_dim, kChunk);
@@ -57,7 +54,7 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, c
   for (i32 chunk = 0; chunk < chunks; ++chunk) {
     if (streamed || chunk == 0) {
       block_barrier();                     // the tiles that this overwrites have been read
-      if (streamed) load_queries<Tile>(smem.q[0], work.q, work, at.row, chunk, p.head_dim);
+      if (streamed) load_queries<Tile>(smem.q[0], work.q, work, work.first, chunk, p.head_dim);
       for (i32 panel = 0; panel < (streamed ? 1 : chunks); ++panel) {
         load_keys<Tile>(smem.k[panel], work.k, work, col, chunk + panel, p.head_dim);
       }
@@ -72,17 +69,18 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, c
 }
 
 // Products become weights, P; d(c)/d(a) waits in this thread's places of ds.
-CF_DEVICE void weigh(Tile::Scores& s, SharedStorage& smem, const Params& p, const Place& at, i32 col, bool whole) {
+CF_DEVICE void weigh(Tile::Scores& s, SharedStorage& smem, const Params& p, i32 col) {
   const Work& work = smem.work;
+  const bool whole = keys_of_all_live_rows(work).covers(col, col + kBlockKV);
   if (kMaskOrBias || kSoftcapOrAlibi) warp_barrier();      // dA of the tile before has been read
   if constexpr (kMaskOrBias) {
-    Tile::stage(smem.ds, work.addends, p, at.row, col);
+    Tile::stage(smem.ds, work.addends, p, work.first, col);
     warp_barrier();                        // the addends are there
   }
   CF_UNROLL
   for (int q = 0; q < kQ; ++q) {
     Score derivative[kK];
-    Tile::shape(q, s[q], derivative, work.terms, smem.ds, work.sight, at.row, col, whole);
+    Tile::shape(q, s[q], derivative, work.terms, smem.ds, work.sight, work.first, col, whole);
     const Score lse = smem.lse[lane_y() + q * kLanesY];
     CF_UNROLL
     for (int k = 0; k < kK; ++k) {
@@ -93,14 +91,14 @@ CF_DEVICE void weigh(Tile::Scores& s, SharedStorage& smem, const Params& p, cons
 }
 
 // dP = dO v^T.
-CF_DEVICE void value_products(Tile::Scores& dp, SharedStorage& smem, const Params& p, const Place& at, i32 col) {
+CF_DEVICE void value_products(Tile::Scores& dp, SharedStorage& smem, const Params& p, i32 col) {
   const Work& work = smem.work;
   const bool streamed = is_streamed(p.head_dim_v, kHeadDimV);
   clear(dp);
   for (i32 chunk = 0; chunk * kChunk < p.head_dim_v; ++chunk) {
     if (streamed || chunk > 0) {
       block_barrier();                     // the tiles that this overwrites have been read
-      if (streamed) load_queries<Tile>(smem.dout[0], work.dout, work, at.row, chunk, p.head_dim_v);
+      if (streamed) load_queries<Tile>(smem.dout[0], work.dout, work, work.first, chunk, p.head_dim_v);
       if (chunk > 0) load_keys<Tile>(smem.v, work.v, work, col, chunk, p.head_dim_v);
       block_barrier();                     // the tiles are there
     }
@@ -111,9 +109,10 @@ CF_DEVICE void value_products(Tile::Scores& dp, SharedStorage& smem, const Param
 }
 
 // dA of the tile to shared memory, over d(c)/d(a); `slope_sum` gathers the rows' -distance * dS.
-CF_DEVICE void store_ds(const Tile::Scores& weights, const Tile::Scores& dp, SharedStorage& smem, const Params& p,
-                        const Place& at, i32 col, Score (&slope_sum)[kQ]) {
-  const u64 kept = kDropout ? Tile::keep_bits(smem.work.dropout, at.row, col) : 0;
+CF_DEVICE void store_ds(const Tile::Scores& weights, const Tile::Scores& dp, SharedStorage& smem, const Params& p, i32 col,
+                        Score (&slope_sum)[kQ]) {
+  const Work& work = smem.work;
+  const Tile::Bits kept = kDropout ? Tile::keep_bits(work.dropout, work.first, col) : 0;
   const Score scale = kDropout ? dropout_scale<Score>(p) : Score(1);
   CF_UNROLL
   for (int q = 0; q < kQ; ++q) {
@@ -123,7 +122,7 @@ CF_DEVICE void store_ds(const Tile::Scores& weights, const Tile::Scores& dp, Sha
       const bool keep = !kDropout || (kept >> (q * kK + k) & 1);
       Score ds = gradient_of(weights[q][k], keep ? scale * dp[q][k] : Score(0), delta);
       if constexpr (kSoftcapOrAlibi) {
-        const i64 ahead = at.row + smem.work.sight.offset - col;
+        const i64 ahead = work.first + work.sight.offset - col;
         slope_sum[q] = fused(-Tile::distance(ahead, q, k), ds, slope_sum[q]);
         ds *= smem.ds[Tile::place(q, k)];
       }
@@ -133,34 +132,32 @@ CF_DEVICE void store_ds(const Tile::Scores& weights, const Tile::Scores& dp, Sha
 }
 
 // The row sums of the ALiBi gradient, to a workspace that prepost/sum_rows.cu adds up.
-CF_DEVICE void store_slope_rows(const Score (&slope_sum)[kQ], const Params& p, const Work& work, const Place& at) {
+CF_DEVICE void store_slope_rows(const Score (&slope_sum)[kQ], const Params& p, const Work& work) {
   Score* rows = static_cast<Score*>(p.call.slope_rows) + row_number(p, work.item, work.head, 0);
   CF_UNROLL
   for (int q = 0; q < kQ; ++q) {
     const Score sum = RowLanes::sum(slope_sum[q]);
-    const i32 row = at.row + Tile::query(q);
+    const i32 row = work.first + Tile::query(q);
     if (lane_x() == 0 && row < p.seqlen_q) rows[row] = row < work.sight.q_length ? sum : Score(0);
   }
 }
 
 // Adds one batch item to the block's dq.
-CF_DEVICE void add_item(Score (&acc)[kQ][kCols], SharedStorage& smem, const Params& p, const Place& at) {
+CF_DEVICE void add_item(Score (&acc)[kQ][kCols], SharedStorage& smem, const Params& p) {
   const Work& work = smem.work;
-  const i32 live_rows = smaller(at.row + kBlockQ, work.sight.q_length);
-  const Interval some = work.sight.keys_of_some(at.row, live_rows), all = work.sight.keys_of_all(at.row, live_rows);
   Score slope_sum[kQ] = {};
-  load_resident(smem, p, at);
-  for (i32 col = tile_floor(some.start, kBlockKV); col < some.stop; col += kBlockKV) {
+  load_resident(smem, p);
+  for (i32 col = tile_floor(keys_of_block(work).start, kBlockKV); col < keys_of_block(work).stop; col += kBlockKV) {
     Tile::Scores weights, dp;
-    products(weights, smem, p, at, col);
-    weigh(weights, smem, p, at, col, all.covers(col, col + kBlockKV));
-    value_products(dp, smem, p, at, col);
+    products(weights, smem, p, col);
+    weigh(weights, smem, p, col);
+    value_products(dp, smem, p, col);
     warp_barrier();                        // what the warp's rows of ds held has been read
-    store_ds(weights, dp, smem, p, at, col, slope_sum);
+    store_ds(weights, dp, smem, p, col, slope_sum);
     if (is_streamed(p.head_dim, kHeadDim)) {
       block_barrier();                     // the last chunk of k has been read
-      for (i32 panel = 0; panel < kPanels && at.col_d + panel * kChunk < p.head_dim; ++panel) {
-        load_keys<Tile>(smem.k[panel], work.k, work, col, at.col_d / kChunk + panel, p.head_dim);
+      for (i32 panel = 0; panel < kPanels && (work.split * kPanels + panel) * kChunk < p.head_dim; ++panel) {
+        load_keys<Tile>(smem.k[panel], work.k, work, col, work.split * kPanels + panel, p.head_dim);
       }
       block_barrier();                     // the columns of this block are there
     }
@@ -168,32 +165,35 @@ CF_DEVICE void add_item(Score (&acc)[kQ][kCols], SharedStorage& smem, const Para
     multiply<kQ, kCols, kBlockKV, kLanesY * Tile::kStep, kRow, kChunk, kBlockKV * kRow>(
         acc, smem.ds + lane_y() * Tile::kStep, smem.k[0] + kVec * lane_x());
   }
-  if (kSoftcapOrAlibi && p.call.slope_rows != nullptr && at.col_d == 0) store_slope_rows(slope_sum, p, work, at);
+  if (kSoftcapOrAlibi && p.call.slope_rows != nullptr && work.split == 0) store_slope_rows(slope_sum, p, work);
+}
+
+// Which queries and columns are the block's, and the item whose turn it is.
+CF_DEVICE void describe(Work& work, const Params& p, u32 loop) {
+  const i32 tiles = ceil_div(p.seqlen_q, kBlockQ), splits = ceil_div(p.head_dim, kHeadDim);
+  const TileWork tile = tile_work(block_index(), tiles, splits, p.heads_q, true);
+  describe_place(work, tile.tile * kBlockQ, tile.split);
+  describe_item(work, p, tile.own, loop, tile.head / (p.heads_q / p.heads_kv));
+  describe_head(work, p, tile.head);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) cupyflash_backward_q(const Params p) {
   SharedStorage& smem = shared_storage<SharedStorage>();
   const Work& work = smem.work;
-  const i32 tiles = ceil_div(p.seqlen_q, kBlockQ), splits = ceil_div(p.head_dim, kHeadDim);
-  const TileWork tile = tile_work(block_index(), tiles, splits, p.heads_q, true);
-  const Place at{tile.tile * kBlockQ, tile.split * kHeadDim};
   Score acc[kQ][kCols];
   clear(acc);
   for (u32 loop = 0; loop < points(p.loop); ++loop) {
     block_barrier();                       // the item before has been read
-    if (thread_index() == 0) {
-      describe_item(smem.work, p, tile.own, loop, tile.head / (p.heads_q / p.heads_kv));
-      describe_head(smem.work, p, tile.head);
-    }
+    if (thread_index() == 0) describe(smem.work, p, loop);
     block_barrier();                       // the description is there
-    add_item(acc, smem, p, at);
+    add_item(acc, smem, p);
   }
   if (p.call.dq == nullptr) return;
   scale_all(acc, Score(p.call.scale));
   block_barrier();                         // all tiles have been read: the results may lie over them
   store_accumulators<kHeadDim>(smem.q[0], acc);
   block_barrier();                         // the results are there
-  const i32 live_stop = points(p.loop) == 1 ? work.sight.q_length : p.seqlen_q;
-  const Target to{at.row, live_stop, p.seqlen_q, at.col_d, p.head_dim, p.accumulate != 0};
+  const i32 live_stop = walks_items(p) ? p.seqlen_q : work.sight.q_length;
+  const Target to{work.first, live_stop, p.seqlen_q, work.split * kHeadDim, p.head_dim, p.accumulate != 0};
   store_tile<kBlockQ, kHeadDim, Tile::Queries>(smem.q[0], p.call.dq, p.dq, p.dq_kind, work.item, work.head, to);
 }

@@ -31,21 +31,19 @@ static_assert(sizeof(SharedStorage) == kSharedBytes, "the launch gives what the 
 static_assert(sizeof(Score) * kBlockQ * kHeadDimV <= kSharedBytes - sizeof(Work), "results leave through shared memory");
 static_assert(kHeadDim % kChunk == 0 && kHeadDimV % (kLanesX * kVec) == 0, "whole chunks, whole column groups");
 
-// The place of a block's results: first query, first column of v and out.
-struct Place { i32 row, col_v; };
-
 // S = q k^T for the key tile at `col`; v of that tile is loaded with the first chunk.
-CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, const Place& at, i32 col) {
+CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i32 col) {
   const Work& work = smem.work;
   const bool streamed = kStreamed && p.head_dim > kHeadDim;
   clear(s);
   for (i32 chunk = 0; chunk * kChunk < p.head_dim; ++chunk) {
     block_barrier();                     // the tiles that this overwrites have been read
     load_keys<Tile>(smem.k, work.k, work, col, chunk, p.head_dim);
-    if (streamed) load_queries<Tile>(smem.q[0], work.q, work, at.row, chunk, p.head_dim);
+    if (streamed) load_queries<Tile>(smem.q[0], work.q, work, work.first, chunk, p.head_dim);
     if (chunk == 0) {
-      load_tile<kBlockKV, kHeadDimV, kHeadDimV, Tile::Keys>(smem.v, work.v, col, work.sight.kv_length, at.col_v,
-                                                            smaller(at.col_v + kHeadDimV, p.head_dim_v));
+      const i32 col_v = work.split * kHeadDimV;
+      load_tile<kBlockKV, kHeadDimV, kHeadDimV, Tile::Keys>(smem.v, work.v, col, work.sight.kv_length, col_v,
+                                                            smaller(col_v + kHeadDimV, p.head_dim_v));
     }
     block_barrier();                     // the tiles are there
     const Score* q = smem.q[streamed ? 0 : chunk] + lane_y() * kRow;
@@ -55,23 +53,25 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, c
 }
 
 // Products become scores.
-CF_DEVICE void shape_scores(Tile::Scores& s, SharedStorage& smem, const Params& p, const Place& at, i32 col, bool whole) {
+CF_DEVICE void shape_scores(Tile::Scores& s, SharedStorage& smem, const Params& p, i32 col) {
   const Work& work = smem.work;
+  const bool whole = keys_of_all_live_rows(work).covers(col, col + kBlockKV);
   if constexpr (kMaskOrBias) {
     warp_barrier();                      // the weights before have been read
-    Tile::stage(smem.weights, work.addends, p, at.row, col);
+    Tile::stage(smem.weights, work.addends, p, work.first, col);
     warp_barrier();                      // the addends are there
   }
   CF_UNROLL
   for (int q = 0; q < kQ; ++q) {
     Score unused[kK];
-    Tile::shape(q, s[q], unused, work.terms, smem.weights, work.sight, at.row, col, whole);
+    Tile::shape(q, s[q], unused, work.terms, smem.weights, work.sight, work.first, col, whole);
   }
 }
 
 // Weights of the tile to shared memory, those that dropout removes as zeros; the row sums keep them.
-CF_DEVICE void store_weights(const Tile::Scores& weights, SharedStorage& smem, const Place& at, i32 col) {
-  const u64 kept = kDropout ? Tile::keep_bits(smem.work.dropout, at.row, col) : 0;
+CF_DEVICE void store_weights(const Tile::Scores& weights, SharedStorage& smem, i32 col) {
+  const Work& work = smem.work;
+  const Tile::Bits kept = kDropout ? Tile::keep_bits(work.dropout, work.first, col) : 0;
   CF_UNROLL
   for (int q = 0; q < kQ; ++q) {
     CF_UNROLL
@@ -84,61 +84,62 @@ CF_DEVICE void store_weights(const Tile::Scores& weights, SharedStorage& smem, c
 
 // lse of the block's rows, if asked for, and what each row's accumulated output must be multiplied by.
 CF_DEVICE void finish_rows(OnlineSoftmax<Score, kQ, RowLanes>& softmax, Score (&factor)[kQ], const Params& p,
-                           const Work& work, const Place& at) {
+                           const Work& work) {
   Score sink = -Limits<Score>::infinity();
   if (p.call.sinks != nullptr) {
     sink = load_kind<Score>(p.call.sinks, p.sinks_kind, head_index(p.sinks, work.item, work.head));
   }
-  const bool store_lse = p.call.lse != nullptr && lane_x() == 0 && at.col_v == 0;
+  const bool store_lse = p.call.lse != nullptr && lane_x() == 0 && work.split == 0;
   CF_UNROLL
   for (int q = 0; q < kQ; ++q) {
     Score lse;
     softmax.finish(q, sink, factor[q], lse);
     if (kDropout) factor[q] *= dropout_scale<Score>(p);
-    const i32 row = at.row + Tile::query(q);
+    const i32 row = work.first + Tile::query(q);
     if (row >= work.sight.q_length) lse = -Limits<Score>::infinity();
-    if (store_lse && row < p.seqlen_q) *work.lse.at(row, 0) = lse;
+    if (store_lse && row < p.seqlen_q) *in_global(work.lse.at(row, 0)) = lse;
   }
+}
+
+// Which queries and columns are the block's.
+CF_DEVICE void describe(Work& work, const Params& p) {
+  const i32 tiles = ceil_div(p.seqlen_q, kBlockQ), splits = larger(ceil_div(p.head_dim_v, kHeadDimV), 1);
+  const TileWork tile = tile_work(block_index(), tiles, splits, p.heads_q, true);
+  describe_place(work, tile.tile * kBlockQ, tile.split);
+  describe_item(work, p, tile.own, 0, tile.head / (p.heads_q / p.heads_kv));
+  describe_head(work, p, tile.head);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) cupyflash_forward(const Params p) {
   SharedStorage& smem = shared_storage<SharedStorage>();
   const Work& work = smem.work;
-  const i32 tiles = ceil_div(p.seqlen_q, kBlockQ), splits = larger(ceil_div(p.head_dim_v, kHeadDimV), 1);
-  const TileWork tile = tile_work(block_index(), tiles, splits, p.heads_q, true);
-  const Place at{tile.tile * kBlockQ, tile.split * kHeadDimV};
-  if (thread_index() == 0) {
-    describe_item(smem.work, p, tile.own, 0, tile.head / (p.heads_q / p.heads_kv));
-    describe_head(smem.work, p, tile.head);
-  }
+  if (thread_index() == 0) describe(smem.work, p);
   block_barrier();                       // the description is there
-  const i32 live_rows = smaller(at.row + kBlockQ, work.sight.q_length);
-  const Interval some = work.sight.keys_of_some(at.row, live_rows), all = work.sight.keys_of_all(at.row, live_rows);
   for (i32 chunk = 0; !(kStreamed && p.head_dim > kHeadDim) && chunk * kChunk < p.head_dim; ++chunk) {
-    load_queries<Tile>(smem.q[chunk], work.q, work, at.row, chunk, p.head_dim);
+    load_queries<Tile>(smem.q[chunk], work.q, work, work.first, chunk, p.head_dim);
   }
 
   Score acc[kQ][kCols], factor[kQ];
   OnlineSoftmax<Score, kQ, RowLanes> softmax;
   clear(acc);
   softmax.reset();
-  for (i32 col = tile_floor(some.start, kBlockKV); col < some.stop; col += kBlockKV) {
+  for (i32 col = tile_floor(keys_of_block(work).start, kBlockKV); col < keys_of_block(work).stop; col += kBlockKV) {
     Tile::Scores s;
-    products(s, smem, p, at, col);
-    shape_scores(s, smem, p, at, col, all.covers(col, col + kBlockKV));
+    products(s, smem, p, col);
+    shape_scores(s, smem, p, col);
     softmax.update(s, factor);
     scale_rows(acc, factor);
     warp_barrier();                      // the weights before have been read
-    store_weights(s, smem, at, col);
+    store_weights(s, smem, col);
     warp_barrier();                      // the weights are there
     multiply<kQ, kCols, kBlockKV, kLanesY * Tile::kStep, kHeadDimV, kHeadDimV, 0>(
         acc, smem.weights + lane_y() * Tile::kStep, smem.v + kVec * lane_x());
   }
-  finish_rows(softmax, factor, p, work, at);
-  scale_rows(acc, factor);
+  finish_rows(softmax, factor, p, work);
+  scale_or_zero_rows(acc, factor);
   block_barrier();                       // all tiles have been read: the results may lie over them
   store_accumulators<kHeadDimV>(smem.q[0], acc);
   block_barrier();                       // the results are there
-  const Target to{at.row, work.sight.q_length, p.seqlen_q, at.col_v, p.head_dim_v, false};
+  const Target to{work.first, work.sight.q_length, p.seqlen_q, work.split * kHeadDimV, p.head_dim_v, false};
   store_tile<kBlockQ, kHeadDimV, Tile::Queries>(smem.q[0], p.call.out, p.out, p.out_kind, work.item, work.head, to);
 }

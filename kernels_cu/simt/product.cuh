@@ -84,8 +84,17 @@ template <int kR, int kCols> CF_DEVICE void clear(Score (&acc)[kR][kCols]) {
   }
 }
 
-// Row r times factor[r]; a factor of 0 makes zeros of anything.
+// Row r times factor[r].
 template <int kR, int kCols> CF_DEVICE void scale_rows(Score (&acc)[kR][kCols], const Score (&factor)[kR]) {
+  CF_UNROLL
+  for (int r = 0; r < kR; ++r) {
+    CF_UNROLL
+    for (int c = 0; c < kCols; ++c) acc[r][c] *= factor[r];
+  }
+}
+
+// The same, but a factor of 0 makes zeros of anything.
+template <int kR, int kCols> CF_DEVICE void scale_or_zero_rows(Score (&acc)[kR][kCols], const Score (&factor)[kR]) {
   CF_UNROLL
   for (int r = 0; r < kR; ++r) {
     CF_UNROLL

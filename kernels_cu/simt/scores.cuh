@@ -8,6 +8,10 @@
 #include "attn/score.cuh"
 #include "simt/lanes.cuh"
 
+// One bit for each score of a thread.
+template <bool kMoreThan32> struct BitsOf { using Type = u32; };
+template <> struct BitsOf<true> { using Type = u64; };
+
 template <bool kQueriesOnY> struct ScoreTile {
   static constexpr i32 kQueryLanes = kQueriesOnY ? kLanesY : kLanesX, kKeyLanes = kQueriesOnY ? kLanesX : kLanesY;
   static constexpr i32 kQ = kBlockQ / kQueryLanes, kK = kBlockKV / kKeyLanes;     // queries and keys of a thread
@@ -18,6 +22,7 @@ template <bool kQueriesOnY> struct ScoreTile {
   using Queries = QuerySlots<kQueryLanes>;
   using Keys = KeySlots<kKeyLanes>;
   using Scores = Score[kQ][kK];
+  using Bits = typename BitsOf<(kQ * kK > 32)>::Type;
 
   static CF_DEVICE i32 query_lane() { return kQueriesOnY ? lane_y() : lane_x(); }
   static CF_DEVICE i32 key_lane() { return kQueriesOnY ? lane_x() : lane_y(); }
@@ -30,11 +35,21 @@ template <bool kQueriesOnY> struct ScoreTile {
     return (lane_y() + y * kLanesY) * kStep + lane_x() + x * kLanesX;
   }
 
+  // This thread's elements to a shared [y slot][x slot] tile.
+  static CF_DEVICE void store(const Scores& s, Score* tile) {
+    CF_UNROLL
+    for (int q = 0; q < kQ; ++q) {
+      CF_UNROLL
+      for (int k = 0; k < kK; ++k) tile[place(q, k)] = s[q][k];
+    }
+  }
+
   // Mask and bias of the warp's y slots into `tile`; lanes run along keys, as memory mostly does.
   template <class Bias> static CF_DEVICE void stage_as(Score* tile, const Addends& from, const Params& p, i32 row, i32 col) {
     constexpr i32 kOwn = kWarpLanesY * kY, kAll = kLanesX * kX, kBatch = 4;
     static_assert(kOwn * kAll % (32 * kBatch) == 0, "whole batches");
-    const Bias* bias = static_cast<const Bias*>(from.bias);
+    const Bias* bias = in_global(static_cast<const Bias*>(from.bias));
+    const u8* mask = in_global(from.mask);
     CF_UNROLL_1
     for (i32 first = lane_index(); first < kOwn * kAll; first += 32 * kBatch) {
       Score value[kBatch];
@@ -49,7 +64,7 @@ template <bool kQueriesOnY> struct ScoreTile {
         value[n] = Score(0);
         if (i < p.seqlen_q && j < p.seqlen_k) {
           if (bias != nullptr) value[n] = convert<Score>(bias[from.bias_first + i * from.bias_row + j * from.bias_col]);
-          if (from.mask != nullptr) value[n] = masked(value[n], from.mask[i * from.mask_row + j * from.mask_col]);
+          if (mask != nullptr) value[n] = masked(value[n], mask[i * from.mask_row + j * from.mask_col]);
         }
       }
       CF_UNROLL
@@ -103,17 +118,17 @@ template <bool kQueriesOnY> struct ScoreTile {
   }
 
   // Bit q * kK + k: dropout keeps that weight.
-  static CF_DEVICE u64 keep_bits(const DropoutStream& stream, i32 row, i32 col) {
-    u64 bits = 0;
+  static CF_DEVICE Bits keep_bits(const DropoutStream& stream, i32 row, i32 col) {
+    Bits bits = 0;
     if (stream.aligned()) {
       CF_UNROLL_1
       for (i32 n = 0; n < kQ * kK; n += n % kK + 4 == kK ? kK + 4 : 4) {       // first elements of groups
-        const u64 group = stream.group(row + query(n / kK), col + key(n % kK));
+        const Bits group = stream.group(row + query(n / kK), col + key(n % kK));
         bits |= (group & 15) << n | (group >> 4) << (n + kK);
       }
     } else {
       CF_UNROLL_1
-      for (i32 n = 0; n < kQ * kK; ++n) bits |= u64(stream.kept(row + query(n / kK), col + key(n % kK))) << n;
+      for (i32 n = 0; n < kQ * kK; ++n) bits |= Bits(stream.kept(row + query(n / kK), col + key(n % kK))) << n;
     }
     return bits;
   }

@@ -22,7 +22,8 @@ CF_DEVICE Vector widened(const ElementVector& x) {
 
 // Rows row + index(slot) below row_stop and columns [col, col_stop) go to `tile`, kStep scores a slot. All threads.
 template <int kSlots, int kWidth, int kStep, class Slots>
-CF_DEVICE void load_tile(Score* tile, const TensorRows& rows, i32 row, i32 row_stop, i32 col, i32 col_stop) {
+CF_DEVICE void load_tile(Score* tile, const TensorRows& from, i32 row, i32 row_stop, i32 col, i32 col_stop) {
+  const TensorRows rows{in_global(from.base), from.row_stride, from.col_stride};
   constexpr i32 kGroups = kWidth / kVec, kAtOnce = kThreads / kGroups, kMoves = kSlots / kAtOnce;
   static_assert(is_power_of_two(kGroups) && is_power_of_two(kAtOnce) && kSlots % kAtOnce == 0, "slots part by bits");
   const i32 slot = thread_index() / kGroups, group = thread_index() % kGroups * kVec;

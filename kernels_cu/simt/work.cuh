@@ -20,8 +20,15 @@ struct alignas(16) Work {
   ScoreTerms<Score> terms;
   Item item;
   i32 head, head_kv;
+  i32 first, split;                // the block's first query (or key), and which columns of the results are its own
 };
 static_assert(sizeof(Work) == 304 + 4 * sizeof(Score), "part of kSharedBytes, which the host computes");
+
+// The part that stays.
+CF_DEVICE void describe_place(Work& work, i32 first, i32 split) {
+  work.first = first;
+  work.split = split;
+}
 
 // The part of one batch item and kv head.
 CF_DEVICE void describe_item(Work& work, const Params& p, u32 own, u32 loop, i32 head_kv) {
@@ -42,6 +49,16 @@ CF_DEVICE void describe_head(Work& work, const Params& p, i32 head) {
   work.terms = score_terms_of<Score>(p, work.item, head);
   if (kMaskOrBias) work.addends = addends_of(p, work.item, head);
   if (kDropout) work.dropout = dropout_of(p, work.item, head);
+}
+
+// Keys that some query of a block sees.
+CF_DEVICE Interval keys_of_block(const Work& work) {
+  return work.sight.keys_of_some(work.first, work.first + kBlockQ);
+}
+
+// Keys that every query of a block sees, those aside whose results are not wanted.
+CF_DEVICE Interval keys_of_all_live_rows(const Work& work) {
+  return work.sight.keys_of_all(work.first, smaller(work.first + kBlockQ, work.sight.q_length));
 }
 
 // kChunk columns of a tile of queries (of q or dout) or of keys (of k or v), of head dim `width`. All threads.
@@ -65,7 +82,7 @@ template <class Tile> CF_DEVICE void load_row_numbers(Score* lse, Score* delta, 
   for (i32 slot = thread_index(); slot < kBlockQ; slot += kThreads) {
     const i32 at = row + Tile::Queries::index(slot);
     const bool live = at < work.sight.q_length;
-    lse[slot] = live ? lse_for_backward(*work.lse.at(at, 0)) : Limits<Score>::infinity();
-    delta[slot] = live ? work.delta[at] : Score(0);
+    lse[slot] = live ? lse_for_backward(*in_global(work.lse.at(at, 0))) : Limits<Score>::infinity();
+    delta[slot] = live ? *in_global(work.delta + at) : Score(0);
   }
 }

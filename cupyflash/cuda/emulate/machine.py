@@ -1,0 +1,205 @@
+"""The machine of a launch that has NumPy arrays and executes kernels on the CPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...problem import Gradients, Problem
+from ...request import BackwardRequest
+from ..configs import Config, shared_limit
+from ..launch import backward, forward
+from ..params import ADDRESSES, RECORD
+from .build import MODES, build, missing
+from .kernel import Function, Memory
+
+_MOST_ARRAYS = 256
+_FAMILIES = ("simt", "sm80", "prepost")  # whose words all have a second implementation
+_WRITTEN = {"forward": ("out", "lse", "partials"), "combine": ("out", "lse")}  # by kernel; the others write
+_WRITTEN_BACKWARD = ("row_delta", "slope_rows", "partials", "dq", "dk", "dv", "dbias", "dsinks", "dslopes")
+
+
+class _Loaded(NamedTuple):
+    function: Function
+
+
+class Machine:
+    """A GPU made of CPU threads: `cupyflash.cuda.machine.Gpu` with NumPy arrays.
+
+    Parameters
+    ----------
+    mode : {"checked", "plain", "sanitized"}
+        "checked": races on shared memory, accesses outside the arrays of the launch, writes to inputs, misaligned
+        accesses and indices out of bounds raise EmulationError. "plain": faster;
+        collectives that not every thread reaches, and deadlocks, still raise. "sanitized": AddressSanitizer and
+        UndefinedBehaviorSanitizer look on, in a process with `sanitizer_environment`.
+    seed : int
+        0: blocks, warps and lanes in their natural order; else in the random order of that seed. Results must not
+        depend on it.
+    workers : int
+        CPU threads that execute blocks; 0 is one a core.
+    compute_capability : int
+        Of the GPU that it stands for: it decides families and tile sizes. From 90 on there are kernels that use TMA
+        and wgmma, which are not emulated.
+    edit : callable, optional
+        Changes the source of every kernel before it is compiled, to see that a fault is found.
+
+    Attributes
+    ----------
+    launched : list of Config
+        The kernels that ran, in order.
+
+    Raises
+    ------
+    RuntimeError
+        There is no g++.
+
+    Notes
+    -----
+    What it is not: it has no timing, and of the GPU's memory model only the race check on shared memory.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from cupyflash.cuda.emulate import Machine
+    >>> x = np.eye(2, dtype=np.float32)
+    >>> Machine().attention(x, x, x)[0].round(3)  # doctest: +SKIP
+    array([[0.67, 0.33],
+           [0.33, 0.67]], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        mode: str = "checked",
+        *,
+        seed: int = 0,
+        workers: int = 0,
+        compute_capability: int = 80,
+        edit: Callable[[str], str] | None = None,
+    ):
+        if mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, got {mode!r}")
+        if reason := missing():
+            raise RuntimeError(reason)
+        self.mode, self.seed, self.workers, self.edit = mode, seed, workers, edit
+        self.compute_capability = compute_capability
+        self.launched: list[Config] = []
+        self._functions: dict[Config, Function] = {}
+        self._arrays: dict[
+            int, int
+        ] = {}  # memory whose addresses were taken: its begin and end, the latest last
+
+    def attention(self, q: Any, k: Any, v: Any, /, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+        """(out, lse) of NumPy arrays; options as `cupyflash.attention`."""
+        problem = Problem.create(q, k, v, backend="cuda", **options)
+        out, lse = forward(problem, machine=self)
+        return (out[0], lse[0]) if problem.squeeze else (out, lse)
+
+    def attention_backward(
+        self,
+        dout: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        out: Any,
+        lse: Any,
+        /,
+        *,
+        dlse: Any = None,
+        delta: Any = None,
+        wrt: Any = None,
+        grads_out: Any = None,
+        accumulate: bool = False,
+        **options: Any,
+    ) -> Gradients:
+        """Gradients of NumPy arrays; arguments as `cupyflash.attention_backward`."""
+        problem = Problem.create(q, k, v, backend="cuda", **options)
+        cotangents = {
+            "dlse": dlse,
+            "delta": delta,
+            "wrt": wrt,
+            "grads_out": grads_out,
+            "accumulate": accumulate,
+        }
+        return backward(BackwardRequest.create(problem, dout, out, lse, **cotangents), machine=self)
+
+    # What `launch` asks of a machine.
+
+    @property
+    def xp(self) -> Machine:
+        """Whose `empty` makes results."""
+        return self
+
+    def current(self) -> AbstractContextManager[Any]:
+        """There is but one."""
+        return nullcontext()
+
+    def load(self, config: Config) -> _Loaded:
+        """The kernel, compiled if the cache has not got it yet."""
+        self.launched.append(config)
+        if config not in self._functions:
+            if config.shared_bytes > (limit := shared_limit(self.compute_capability)):
+                raise ValueError(
+                    f"the kernel '{config}' needs {config.shared_bytes} bytes of shared memory of {limit}"
+                )
+            if config.family not in _FAMILIES:
+                raise ValueError(
+                    f"the kernel '{config}' uses TMA and wgmma, which are not emulated: below 9.0 it is not chosen"
+                )
+            source = config.source(emulate=True)
+            written = _WRITTEN.get(config.kernel, _WRITTEN_BACKWARD)
+            self._functions[config] = Function(
+                str(config),
+                build(source if self.edit is None else self.edit(source), config.entry_point, self.mode),
+                checked=self.mode == "checked",
+                seed=self.seed,
+                workers=self.workers,
+                flush_subnormals=config.score_bytes == 4,
+                memory=lambda values: self._memory(values, written),
+            )
+        return _Loaded(self._functions[config])
+
+    def empty(self, shape: Any, dtype: Any) -> np.ndarray:
+        """A new array of NaN bits: what nobody wrote shows."""
+        array = np.empty(shape, dtype)
+        array.reshape(-1).view(np.uint8)[...] = 0xFF
+        return array
+
+    def owns(self, x: Any) -> bool:
+        """Whether an array lies here."""
+        return isinstance(x, np.ndarray)
+
+    def address(self, x: np.ndarray) -> int:
+        """Where an array's first element lies; the memory that it belongs to may be touched from now on."""
+        owner: Any = x
+        while isinstance(owner.base, np.ndarray):
+            owner = owner.base
+        steps = [(size - 1) * step for size, step in zip(owner.shape, owner.strides)] if owner.size else []
+        first = owner.__array_interface__["data"][0]
+        begin = first + sum(step for step in steps if step < 0)
+        end = first + sum(step for step in steps if step > 0) + (owner.itemsize if owner.size else 0)
+        self._arrays.pop(begin, None)
+        self._arrays[begin] = end
+        while len(self._arrays) > _MOST_ARRAYS:
+            del self._arrays[next(iter(self._arrays))]
+        return x.__array_interface__["data"][0]
+
+    def upload(self, x: Any) -> np.ndarray:
+        """A copy of a host array."""
+        return np.array(x)
+
+    def _memory(self, values: Sequence[bytes], written: Sequence[str]) -> list[Memory]:
+        """The arrays behind the addresses in the record."""
+        call = np.frombuffer(values[0], RECORD)[0]["call"]
+        found = []
+        for name in ADDRESSES:
+            if address := int(call[name]):
+                around = (
+                    (b, e) for b, e in reversed(self._arrays.items()) if b <= address < e or address == b
+                )
+                found += [Memory(name, *bounds, name in written) for bounds in itertools.islice(around, 1)]
+        return found

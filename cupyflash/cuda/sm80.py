@@ -1,0 +1,235 @@
+"""The mma.sync family's tiles: geometry, the rules its kernels rely on, grids, and the table of rows."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .recipe import Sizes
+
+ALIGNMENT_BYTES = 128  # of swizzled tiles; dynamic shared memory is rounded up to it
+FRAGMENT = 16  # rows and columns that an mma instruction takes
+SMALL_HEAD_DIM = 64
+HALF_SHARED = 113 * 1024  # shared memory of a block of which a multiprocessor with 227 KiB holds two
+
+
+class Geometry(NamedTuple):
+    """Threads of a block and the tiles they work on."""
+
+    threads: int
+    occupancy: int  # blocks that a multiprocessor is to hold
+    block_q: int
+    block_kv: int
+    step: int  # keys (queries in backward_kv) that a warp takes at once
+    head_dim: int
+    head_dim_v: int
+    ahead: bool = False  # forward: the next step's products stand among this step's exponentials
+    queries_in_registers: bool = False  # forward
+    addends: bool = False  # a mask or a bias is staged in shared memory
+    split: bool = False  # forward: keys are cut into runs
+    packed: bool = False  # forward: the rows are the heads of a group, with one query each
+
+    def __str__(self) -> str:
+        dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"/{self.head_dim_v}")
+        words = [dims, f"q{self.block_q}", f"kv{self.block_kv}", f"s{self.step}", f"t{self.threads}"]
+        flags = {
+            "ahead": self.ahead,
+            "qregs": self.queries_in_registers,
+            "split": self.split,
+            "packed": self.packed,
+        }
+        return " ".join(words + [word for word, on in flags.items() if on])
+
+    def constants(self) -> dict[str, int | bool]:
+        """The constants of the kernel's source."""
+        return {
+            "kThreads": self.threads,
+            "kMinBlocks": self.occupancy,
+            "kBlockQ": self.block_q,
+            "kBlockKV": self.block_kv,
+            "kStep": self.step,
+            "kHeadDim": self.head_dim,
+            "kHeadDimV": self.head_dim_v,
+            "kAhead": self.ahead,
+            "kQueriesInRegisters": self.queries_in_registers,
+            "kSplit": self.split,
+            "kPacked": self.packed,
+        }
+
+    def shared_bytes(self, kernel: str, score_bytes: int) -> int:
+        """Dynamic shared memory of a block; the kernel asserts that it uses as much."""
+        d, e, q, kv = self.head_dim, self.head_dim_v, self.block_q, self.block_kv
+        staged = self.addends * q * (self.step + 8) * score_bytes
+        if kernel == "forward":
+            used = _tile(q, max(d, e)) + 3 * _tile(kv, d) + 2 * _tile(kv, e) + staged
+        elif kernel == "backward_q":
+            used = _tile(q, d) + _tile(q, e) + 2 * (_tile(kv, d) + _tile(kv, e)) + staged
+        elif kernel == "backward_kv":
+            pairs = self.threads // 64
+            weights, rows = 2 * kv * self.step * 2, 4 * q * score_bytes
+            staged = self.addends * pairs * self.step * (kv // pairs + 8) * score_bytes
+            used = 2 * (_tile(kv, max(d, e)) + _tile(q, d) + _tile(q, e)) + weights + rows + staged
+        else:
+            tiles = _tile(q, d) + _tile(q, e) + _tile(kv, d) + _tile(kv, e)
+            used = max(tiles + staged, q * (kv + 8) * score_bytes)
+        return used + ALIGNMENT_BYTES
+
+    def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
+        """The row as it runs these head dims; small ones share kernels."""
+        if max(head_dim, head_dim_v) <= SMALL_HEAD_DIM:
+            head_dim = head_dim_v = SMALL_HEAD_DIM
+        return self._replace(head_dim=_padded(head_dim), head_dim_v=_padded(head_dim_v))
+
+    def blocks(self, kernel: str, sizes: Sizes, owners: int) -> int:
+        """Blocks of a launch whose owners (batch items, or points that gradients keep) number as many."""
+        if kernel == "backward_kv":
+            return owners * sizes.heads_kv * ceil(sizes.seqlen_k, self.block_kv)
+        if self.packed:
+            return owners * sizes.heads_kv * ceil(sizes.heads_q // sizes.heads_kv, self.block_q)
+        return owners * sizes.heads_q * ceil(sizes.seqlen_q, self.block_q)
+
+    def broken_rules(self, kernel: str, score_bytes: int) -> list[str]:
+        """What of the kernels' assumptions does not hold."""
+        warps = self.threads // 32
+        on_keys = kernel == "backward_kv"
+        rows, parts = (self.block_kv, warps // 2) if on_keys else (self.block_q, warps)
+        stepped = self.block_q if on_keys else self.block_kv
+        rules = {
+            f"threads = {self.threads} must be a multiple of 64": self.threads % 64 == 0,
+            f"{rows} rows must be a multiple of {FRAGMENT} for each of {parts} parts": rows
+            % (FRAGMENT * parts)
+            == 0,
+            f"step = {self.step} must be a multiple of {FRAGMENT}": self.step % FRAGMENT == 0,
+            f"step = {self.step} must divide {stepped}": stepped % self.step == 0,
+            f"2 x block_q = {2 * self.block_q} must be at most {self.threads} threads": not on_keys
+            or 2 * self.block_q <= self.threads,
+        }
+        for name in ("head_dim", "head_dim_v"):
+            size = getattr(self, name)
+            held = size % FRAGMENT == 0 and size <= 256
+            rules[f"{name} = {size} must be a multiple of {FRAGMENT} up to 256"] = held
+        return [rule for rule, holds in rules.items() if not holds]
+
+
+def ceil(a: int, b: int) -> int:
+    """The quotient, rounded up."""
+    return -(-a // b)
+
+
+def _padded(head_dim: int) -> int:
+    return max(FRAGMENT, ceil(head_dim, FRAGMENT) * FRAGMENT)
+
+
+def _tile(rows: int, cols: int) -> int:
+    """Bytes of a tile: panels of 64 columns."""
+    return ceil(cols, 64) * rows * 128
+
+
+def _row(threads: int, occupancy: int, block_q: int, block_kv: int, step: int, bucket: int) -> Geometry:
+    return Geometry(threads, occupancy, block_q, block_kv, step, bucket, bucket)
+
+
+# By kernel and options that a row is for (none; dropout alone; any): the best first within a bucket of head dims. The
+# options take registers, so their steps are shorter.
+PLAIN, DROPOUT, ANY = "plain", "dropout", "any"
+_ROWS = {
+    ("forward", PLAIN): (
+        _row(128, 2, 128, 128, 64, 64),
+        _row(128, 2, 128, 64, 64, 64),
+        _row(128, 2, 128, 64, 64, 128),
+        _row(128, 2, 128, 32, 32, 128),
+        _row(128, 2, 64, 32, 32, 256)._replace(ahead=True),
+        _row(128, 1, 64, 16, 16, 256),
+    ),
+    ("forward", DROPOUT): (
+        _row(128, 2, 128, 64, 32, 64),
+        _row(128, 2, 128, 32, 32, 128),
+        _row(128, 2, 64, 32, 16, 256),
+        _row(128, 1, 64, 16, 16, 256),
+    ),
+    ("forward", ANY): (
+        _row(128, 2, 128, 64, 32, 64),
+        _row(128, 2, 64, 32, 16, 128),
+        _row(128, 2, 64, 32, 16, 256),
+        _row(128, 1, 64, 16, 16, 256),
+    ),
+    ("backward_q", PLAIN): (
+        _row(128, 2, 128, 64, 64, 64),
+        _row(128, 2, 128, 32, 32, 128),
+        _row(256, 1, 128, 32, 32, 256),
+        _row(64, 1, 32, 16, 16, 256),
+    ),
+    ("backward_q", ANY): (
+        _row(128, 2, 128, 64, 16, 64),
+        _row(128, 2, 64, 32, 16, 128),
+        _row(256, 1, 128, 32, 16, 256),
+        _row(64, 1, 32, 16, 16, 256),
+    ),
+    ("backward_kv", PLAIN): (
+        _row(256, 1, 64, 128, 64, 64),
+        _row(256, 1, 64, 128, 32, 128),
+        _row(256, 1, 32, 64, 32, 128),
+        _row(256, 1, 64, 64, 64, 256),
+        _row(256, 1, 32, 64, 32, 256),
+        _row(128, 1, 16, 32, 16, 256),
+    ),
+    ("backward_kv", ANY): (
+        _row(256, 1, 64, 128, 16, 64),
+        _row(256, 1, 32, 64, 16, 128),
+        _row(256, 1, 32, 64, 16, 256),
+        _row(128, 1, 16, 32, 16, 256),
+    ),
+    ("backward_bias", ANY): (
+        _row(128, 2, 128, 64, 16, 64),
+        _row(128, 2, 128, 32, 16, 128),
+        _row(128, 1, 64, 16, 16, 256),
+    ),
+}
+KERNELS = ("forward", "backward_q", "backward_kv", "backward_bias")
+
+
+def _rows(kernel: str, options: tuple[bool, ...]) -> tuple[Geometry, ...]:
+    """The rows of a kernel with these options."""
+    group = ANY if any(options[:2]) else DROPOUT if options[2] else PLAIN
+    rows = _ROWS.get((kernel, group), _ROWS.get((kernel, ANY), ()))
+    return tuple(row._replace(addends=options[0]) for row in rows)
+
+
+# (kernel, bytes of the score type, options) -> geometries
+TABLE = {
+    (kernel, 4, options): _rows(kernel, options)
+    for kernel in KERNELS
+    for options in itertools.product((False, True), repeat=3)
+}
+
+
+MOST_RUNS = 64
+KEYS_A_RUN = 512  # at least
+KEYS_A_QUERY = 8  # with fewer keys for each query there are query tiles enough
+
+
+def runs_of_keys(sizes: Any) -> int:
+    """Into how many runs a forward cuts its keys: a function of the lengths alone, so that bits do not vary."""
+    m, n = sizes.seqlen_q, sizes.seqlen_k
+    return max(1, min(ceil(n, KEYS_A_RUN), MOST_RUNS, n // (KEYS_A_QUERY * max(m, 1))))
+
+
+def cut(geometry: Geometry, packed: bool) -> Geometry:
+    """A forward's row for few queries and keys in runs."""
+    wide = max(geometry.head_dim, geometry.head_dim_v) > 128
+    block_kv = min(geometry.block_kv, 32 if wide else 64)
+    small = geometry._replace(
+        threads=128,
+        block_q=64,
+        block_kv=block_kv,
+        step=min(geometry.step, block_kv),
+        split=True,
+        packed=packed,
+    )
+    return small._replace(occupancy=2 if small.shared_bytes("forward", 4) <= HALF_SHARED else 1)
+
+
+def may_pack(sizes: Sizes) -> bool:
+    """Whether the heads of a group become the rows of one tile: what varies from head to head forbids it."""
+    return sizes.seqlen_q == 1 and sizes.heads_q > sizes.heads_kv and not any(sizes.options)

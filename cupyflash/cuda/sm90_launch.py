@@ -1,0 +1,157 @@
+"""What a Hopper launch takes besides the record, and copies of what its kernels cannot read in place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import array_module, is_device
+from .params import NUMBERS, UNBOUNDED, Layout, c_strides
+from .tensormap import ALIGNMENT, MAP_BYTES, Form, takes
+
+if TYPE_CHECKING:
+    from .configs import Config
+    from .recipe import Sizes
+
+# kernels_cu/sm90/work.cuh: counter, scale, unit, tiles, query_tiles, heads, group, out_by_tma.
+_LAUNCH = struct.Struct("=Q2f5i4x")
+LAUNCH_BYTES = _LAUNCH.size
+MAPS_BYTES = 4 * MAP_BYTES
+_OUT = 3  # q, k, v and out are the first addresses of the record
+_SCALE, _RIGHT = NUMBERS.index("scale"), NUMBERS.index("right")
+_LOG2E = np.float32(1.4426950408889634)
+_HALF_OF_L2 = 32e6  # bytes: keys and values of the heads that are walked side by side
+_PLAIN_SCALES = (2.0**-60, 2.0**60)
+
+
+def plain_scale(scale: float) -> bool:
+    """Whether scores may stay raw products: -inf survives such a scale, and nothing leaves float32's range."""
+    return _PLAIN_SCALES[0] <= scale <= _PLAIN_SCALES[1]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Extras:
+    """The second and third argument of a launch, but for what each call brings."""
+
+    forms: tuple[
+        Form | None, ...
+    ]  # of q, k, v and out; None: no map (no keys; an out that TMA does not take)
+    query_tiles: int
+    heads: int
+    head_bytes: float  # keys and values for one query head
+    natural: bool  # scores are kept in natural units
+
+    @classmethod
+    def of(cls, config: Config, sizes: Sizes, layouts: Mapping[str, Layout], record: np.ndarray) -> Extras:
+        """For a launch with that record, which has at most two leading axes."""
+        g, s = config.geometry, sizes
+        assert g is not None
+        tensors = {
+            "q": (s.head_dim, s.seqlen_q, s.heads_q, g.block_q),
+            "k": (s.head_dim, s.seqlen_k, s.heads_kv, g.block_kv),
+            "v": (s.head_dim_v, s.seqlen_k, s.heads_kv, g.block_kv),
+            "out": (s.head_dim_v, s.seqlen_q, s.heads_q, 64),
+        }
+        outer = record["lead"][:-3:-1].tolist()
+        forms = []
+        for name, (cols, rows, heads, box) in tensors.items():
+            entry, dtype = record[name], layouts[name].dtype
+            lengths = [cols, rows, heads, *outer]
+            strides = [int(entry[field]) for field in ("col", "row", "head")] + entry["lead"][:-3:-1].tolist()
+            fine = dtype == s.dtype and 0 not in lengths and takes(lengths, strides, dtype.itemsize)
+            forms.append(Form(dtype.name, lengths, strides, (64, box)) if fine else None)
+        head_bytes = s.seqlen_k * (s.head_dim + s.head_dim_v) * s.dtype.itemsize * s.heads_kv / s.heads_q
+        query_tiles = -(-s.seqlen_q // g.block_q)
+        return cls(tuple(forms), query_tiles, s.batch * s.heads_q, head_bytes, any(s.options[:2]))
+
+    def maps(self, addresses: Sequence[int]) -> bytes:
+        """The maps of q, k, v and out, from the record's addresses."""
+        return b"".join(
+            bytes(MAP_BYTES) if form is None or address % ALIGNMENT else form.map_of(address)
+            for form, address in zip(self.forms, addresses)
+        )
+
+    def launch(self, addresses: Sequence[int], numbers: Sequence[float], counter: int) -> bytes:
+        """The launch record, from the record's addresses and numbers."""
+        scale = np.float32(numbers[_SCALE])
+        unit = _LOG2E if self.natural else scale * _LOG2E
+        group = 1
+        if numbers[_RIGHT] < UNBOUNDED:  # query tiles of many lengths
+            fit = _HALF_OF_L2 / max(1.0, self.head_bytes)
+            group = max(1, min(self.heads, 2 ** int(math.log2(max(1.0, fit)))))
+        by_tma = self.forms[_OUT] is not None and addresses[_OUT] % ALIGNMENT == 0
+        tiles = self.query_tiles * self.heads
+        return _LAUNCH.pack(counter, scale, unit, tiles, self.query_tiles, self.heads, group, by_tma)
+
+    def arguments(
+        self, addresses: Sequence[int], numbers: Sequence[float], counter: int
+    ) -> tuple[np.void, np.void]:
+        """Both arguments."""
+        return np.void(self.maps(addresses)), np.void(self.launch(addresses, numbers, counter))
+
+
+class Copy(NamedTuple):
+    """How an operand is copied: its layout then, and its rows' length with padding, in elements."""
+
+    layout: Layout
+    row: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the copy."""
+        return math.prod(self.layout.shape[:-1]) * self.row * self.layout.dtype.itemsize
+
+
+def copies(problem: Any) -> dict[str, Copy]:
+    """The operands that the kernel cannot read in place, and how they are copied: with rows padded to whole units.
+
+    They are q, k and v that TMA does not take, and a mask or bias whose columns cannot be read in pairs, or whose
+    dtype is neither that of q nor float32.
+    """
+    p = problem
+    wanted = {name: (getattr(p, name), ALIGNMENT // p.dtype.itemsize, p.dtype) for name in ("q", "k", "v")}
+    if p.mask is not None and not _one_column(p.mask):
+        wanted["mask"] = (p.mask, 2, p.mask.dtype)
+    if p.bias is not None and not _one_column(p.bias):
+        single = np.dtype(np.float32)
+        wanted["bias"] = (p.bias, 2, p.bias.dtype if p.bias.dtype in (p.dtype, single) else single)
+    return {
+        name: _copy(x, multiple, dtype)
+        for name, (x, multiple, dtype) in wanted.items()
+        if x.dtype != dtype or not _whole(x, multiple)
+    }
+
+
+def readable(problem: Any) -> dict[str, Any]:
+    """The copies, by name."""
+    made = {}
+    for name, ((shape, _, dtype), row) in copies(problem).items():
+        x = getattr(problem, name)
+        made[name] = array_module(x).empty((*shape[:-1], row), dtype)[..., : shape[-1]]
+        made[name][...] = x
+    return made
+
+
+def _one_column(x: Any) -> bool:
+    """Whether all columns of a mask or bias are the same number: it is read as one."""
+    return x.ndim == 0 or x.shape[-1] == 1 or Layout.of(x).strides[-1] == 0
+
+
+def _whole(x: Any, multiple: int) -> bool:
+    """Whether an array's last axis is contiguous and all else lies at multiples of so many elements."""
+    layout, unit = Layout.of(x), multiple * x.dtype.itemsize
+    outer = [s for n, s in zip(layout.shape[:-1], layout.strides[:-1]) if n > 1]
+    address = x.data.ptr if is_device(x) else 0  # what is only planned has none
+    contiguous = layout.shape[-1] <= 1 or layout.strides[-1] == x.dtype.itemsize
+    return contiguous and all(s % unit == 0 and s >= 0 for s in outer) and address % unit == 0
+
+
+def _copy(x: Any, multiple: int, dtype: np.dtype[Any]) -> Copy:
+    *outer, cols = x.shape
+    row = -(-cols // multiple) * multiple
+    return Copy(Layout(tuple(x.shape), c_strides((*outer, row), dtype.itemsize), dtype), row)

@@ -1,0 +1,94 @@
+"""TMA descriptors (tensor maps) through the driver: one form a tensor's layout, one map an address.
+
+A map is 128 bytes that the driver encodes from an address, sizes, strides and the box that one instruction moves.
+Encoding needs libcuda but no context; what it is given is prepared once a form, and maps are kept by address.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+MAP_BYTES = 128
+RANK = 5
+ALIGNMENT = 16  # of addresses and strides, in bytes
+MOST_STRIDE = 2**40
+_MOST_MAPS = 64  # addresses a form remembers
+_DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
+_NO_INTERLEAVE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _FILL_WITH_ZEROS = 0, 3, 3, 0
+
+
+def takes(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
+    """Whether TMA can address an array: sizes and strides (elements) from the contiguous axis outward.
+
+    The address must be a multiple of 16 bytes besides.
+    """
+    steps = [stride * itemsize for size, stride in zip(sizes[1:], strides[1:]) if size > 1]
+    contiguous = sizes[0] <= 1 or strides[0] == 1
+    return contiguous and all(step % ALIGNMENT == 0 and 0 <= step < MOST_STRIDE for step in steps)
+
+
+class Form:
+    """All of a map but the address.
+
+    Parameters
+    ----------
+    dtype : str
+        float16, bfloat16 or float32.
+    sizes, strides : sequence of int
+        Of up to five axes from the contiguous one outward; strides in elements, that of the first is not used.
+    box : sequence of int
+        Elements along the first two axes that one instruction moves; 128 bytes along the first.
+    """
+
+    def __init__(self, dtype: str, sizes: Sequence[int], strides: Sequence[int], box: tuple[int, int]):
+        itemsize = 4 if dtype == "float32" else 2
+        missing = RANK - len(sizes)
+        steps = [0 if n == 1 else s * itemsize for n, s in zip(sizes[1:], strides[1:])]
+        self._maps: dict[int, bytes] = {}
+        self._lock = threading.Lock()
+        self._buffer = ctypes.create_string_buffer(MAP_BYTES + 64)
+        self._place = -(-ctypes.addressof(self._buffer) // 64) * 64  # the driver wants 64-byte alignment
+        self._arguments: tuple[Any, ...] = (
+            (ctypes.c_uint64 * RANK)(*sizes, *(1,) * missing),
+            (ctypes.c_uint64 * (RANK - 1))(*steps, *(0,) * missing),
+            (ctypes.c_uint32 * RANK)(*box, *(1,) * (RANK - 2)),
+            (ctypes.c_uint32 * RANK)(*(1,) * RANK),
+            *(_NO_INTERLEAVE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _FILL_WITH_ZEROS),
+        )
+        self._data_type = _DATA_TYPES[dtype]
+
+    def map_of(self, address: int) -> bytes:
+        """The map of an array at that address."""
+        found = self._maps.get(address)
+        return self._encode(address) if found is None else found
+
+    def _encode(self, address: int) -> bytes:
+        with self._lock:
+            error = _encoder()(
+                ctypes.c_void_p(self._place),
+                self._data_type,
+                RANK,
+                ctypes.c_void_p(address),
+                *self._arguments,
+            )
+            found = ctypes.string_at(self._place, MAP_BYTES)
+            if error:
+                sizes, strides = list(self._arguments[0]), list(self._arguments[1])
+                raise RuntimeError(
+                    f"cuTensorMapEncodeTiled gave error {error} for sizes {sizes}, "
+                    f"strides {strides} bytes at {address:#x}"
+                )
+            if len(self._maps) >= _MOST_MAPS:
+                del self._maps[next(iter(self._maps))]  # the oldest
+            self._maps[address] = found
+            return found
+
+
+@functools.cache
+def _encoder() -> Any:
+    """The driver's function."""
+    return ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled

@@ -1,0 +1,107 @@
+// Instructions that exist from sm_80 on: one function, one instruction, under its own name. Every lane of a warp calls
+// ldmatrix, mma, movmatrix and votes together. Shared memory is named by 32-bit addresses within the block's window.
+#pragma once
+#include "core/types.cuh"
+
+#ifdef CUPYFLASH_EMULATE
+#include "core/emulate/ptx_sm80.cuh"
+#else
+
+CF_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// cp.async 16 bytes to shared memory.
+CF_DEVICE void cp_async_16(u32 to, const void* source) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
+}
+// cp.async 16 / 4 bytes to shared memory, of which the first `bytes` come from `source` and the others are zeros.
+CF_DEVICE void cp_async_16(u32 to, const void* source, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(source), "r"(bytes) : "memory");
+}
+CF_DEVICE void cp_async_4(u32 to, const void* source, u32 bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(source), "r"(bytes) : "memory");
+}
+CF_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most N of this thread's groups are in flight.
+template <int N> CF_DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
+
+// Four 8x8 matrices of 16-bit elements; lane 8 i + r gives the address of row r of matrix i. Lane l receives elements
+// 2 (l % 4), 2 (l % 4) + 1 of row l / 4 of each; .trans: of the transposed matrices.
+CF_DEVICE void ldmatrix_x4(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+CF_DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+// d += a b for a of 16x16, b of 16x8, d of 16x8. Lane l holds of d: (row l / 4, columns 2 (l % 4), + 1) in low0, low1 and
+// row l / 4 + 8 in high0, high1.
+template <class T>
+CF_DEVICE void mma_m16n8k16(float& low0, float& low1, float& high0, float& high1, const u32 (&a)[4], u32 b0, u32 b1);
+template <>
+CF_DEVICE void mma_m16n8k16<bfloat16>(float& low0, float& low1, float& high0, float& high1, const u32 (&a)[4], u32 b0,
+                                      u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(low0), "+f"(low1), "+f"(high0), "+f"(high1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+CF_DEVICE void mma_m16n8k16<float16>(float& low0, float& low1, float& high0, float& high1, const u32 (&a)[4], u32 b0,
+                                     u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(low0), "+f"(low1), "+f"(high0), "+f"(high1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Transposes an 8x8 matrix of 16-bit elements held as ldmatrix leaves it.
+CF_DEVICE u32 movmatrix_trans(u32 x) {
+  u32 r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(x));
+  return r;
+}
+
+// Two floats rounded to nearest even; `low` comes first in memory.
+template <class T> CF_DEVICE u32 cvt_rn_x2(float low, float high);
+template <> CF_DEVICE u32 cvt_rn_x2<bfloat16>(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+template <> CF_DEVICE u32 cvt_rn_x2<float16>(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+CF_DEVICE void st_shared_32(u32 address, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+CF_DEVICE void st_shared_128(u32 address, const u32 (&x)[4]) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
+               : "memory");
+}
+CF_DEVICE void ld_shared_128(u32 (&x)[4], u32 address) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(address) : "memory");
+}
+CF_DEVICE float ld_shared_f32(u32 address) {
+  float x;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+  return x;
+}
+CF_DEVICE void ld_shared_f32x2(float& x, float& y, u32 address) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
+}
+
+// 2^x within 2 units in the last place; 2^-inf = 0, results below 2^-126 are 0.
+CF_DEVICE float ex2_approx_ftz(float x) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
+// Named barrier 1 to 15 of `threads` threads, whole warps; orders shared memory among them.
+CF_DEVICE void barrier_sync_aligned(i32 id, i32 threads) {
+  asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+CF_DEVICE bool vote_any(bool x) { return __any_sync(0xffffffffu, x); }       // whether x holds in some lane
+
+#endif

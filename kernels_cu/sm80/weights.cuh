@@ -1,0 +1,130 @@
+// Scores into weights, in registers: the optimistic softmax step beside the exact one of attn/softmax.cuh.
+//
+// The optimistic step takes the exponential against the reference that a row already has, and looks at the sums only
+// afterwards: no maximum, no shuffle, no rescaling, and the work can be laid between the products of the next step. A
+// reference may be too small by 2^15 in the weights before anything is lost (float16 holds 65504); a row without
+// reference, or one so large that a fused multiply-add would not cancel exactly, makes its sums NaN. In these cases the
+// warp computes the scores again and takes the exact step.
+#pragma once
+#include "attn/dropout.cuh"
+#include "attn/softmax.cuh"
+#include "core/warp.cuh"
+#include "sm80/scores.cuh"
+
+// The four lanes of a quad share a row.
+struct QuadLanes {
+  static CF_DEVICE float max(float x) {
+    x = maximum(x, shuffle_xor(x, 1));
+    return maximum(x, shuffle_xor(x, 2));
+  }
+  static CF_DEVICE float sum(float x) {
+    x += shuffle_xor(x, 1);
+    return x + shuffle_xor(x, 2);
+  }
+};
+
+constexpr float kLargestSum = 32768.0f, kLargestReference = 32768.0f;
+
+template <int kRows> struct Weights : OnlineSoftmax<float, kRows, QuadLanes> {
+  using Exact = OnlineSoftmax<float, kRows, QuadLanes>;
+
+  // -m in base 2, NaN where the optimistic step cannot be taken.
+  CF_DEVICE float negative_reference(int u) const {
+    const float m_log2 = this->m[u] * kLog2e;
+    return absolute(m_log2) < kLargestReference ? -m_log2 : float_of(0x7fc00000u);
+  }
+
+  // A first reference, from the scores times `factor` (natural) of the first step.
+  template <int kCols> CF_DEVICE void begin(const float (&s)[kRows][kCols], float factor) {
+    CF_UNROLL
+    for (int u = 0; u < kRows; ++u) {
+      float top = s[u][0];
+      CF_UNROLL
+      for (int w = 1; w < kCols; ++w) top = maximum(top, s[u][w]);
+      top = QuadLanes::max(top);
+      this->m[u] = top == -Limits<float>::infinity() ? top : times(top, factor);
+    }
+  }
+};
+
+// Which weights of a tile dropout keeps. Rows of a tile are queries, or keys if kTurned.
+struct Dropper {
+  DropoutStream stream;
+  bool aligned;
+
+  // The words of the group of 16 x 16 scores at (query, key): word [2 a + b] is for row half a and column half b.
+  template <bool kTurned> CF_DEVICE Words words_at(i32 query, i32 key) const {
+    const i32 i = query + fragment_row(0), j = key + fragment_col(0);
+    const Words words = aligned ? stream.words_of(u32(i + stream.origin_i), u32(j + stream.origin_j)) : gathered(i, j);
+    if constexpr (!kTurned) return words;
+    return {{movmatrix_trans(words.word[0]), movmatrix_trans(words.word[2]), movmatrix_trans(words.word[1]),
+             movmatrix_trans(words.word[3])}};
+  }
+
+  // Whether the lane's element x (of four) of row half a of a group is dropped.
+  CF_DEVICE bool drops(const Words& words, int a, int x) const {
+    const u32 word = words.word[2 * a + x / 2];
+    return (x % 2 == 0 ? word & 0xffffu : word >> 16) >= stream.threshold;
+  }
+
+  // The words of a group of this matrix, whose elements fall into other groups of the whole matrix.
+  CF_DEVICE Words gathered(i32 i, i32 j) const {
+    Words words{};
+    CF_UNROLL_1
+    for (i32 n = 0; n < 8; ++n) {
+      const u32 dropped = stream.kept(i + n / 4 * 8, j + n / 2 % 2 * 8 + n % 2) ? 0u : 0xffffu << (n % 2 * 16);
+      words.word[0] |= n / 2 == 0 ? dropped : 0u;
+      words.word[1] |= n / 2 == 1 ? dropped : 0u;
+      words.word[2] |= n / 2 == 2 ? dropped : 0u;
+      words.word[3] |= n / 2 == 3 ? dropped : 0u;
+    }
+    return words;
+  }
+};
+
+// A score's weight from the row's lse: `factor` leads from s to base 2, negative_lse is -lse in base 2. An unseen key has
+// weight 0 whatever lse is.
+CF_DEVICE float weight_from(float s, float factor, float negative_lse) {
+  const float weight = ex2_approx_ftz(fused(s, factor, negative_lse));
+  return kMaskOrBias && s == -Limits<float>::infinity() ? 0.0f : weight;
+}
+
+// lse of a query as `weight_from` takes it; a row that saw nothing, or is no row, gets weights of 0.
+CF_DEVICE float negative_lse_of(const Params& p, const Item& item, i32 head, i32 row, i32 q_length) {
+  if (row >= q_length) return -Limits<float>::infinity();
+  return -kLog2e * lse_for_backward(*rows_of<float>(p.call.lse, p.lse, item, head).at(row, 0));
+}
+
+// dS from a weight and its gain r * dP - delta. A key that a mask or a bias forbids has weight 0 and gets 0 whatever the
+// gain is; what positions and lengths forbid is selected by the caller.
+CF_DEVICE float score_gradient(float weight, float gain) { return kMaskOrBias && weight == 0.0f ? 0.0f : weight * gain; }
+
+// Rows are queries: weights s and dP become dS = s * (r * dP - delta), in s. The tile's corner is (row, col).
+template <int kRows, int kCols>
+CF_DEVICE void score_gradients(float (&s)[kRows][kCols], float (&dp)[kRows][kCols], const float (&delta)[kRows],
+                               const Dropper& dropper, float kept_scale, i32 row, i32 col) {
+  if constexpr (kDropout) {
+    CF_UNROLL
+    for (int w = 0; w < kCols; w += 4) {
+      CF_UNROLL
+      for (int u = 0; u < kRows; u += 2) {
+        const Words words = dropper.words_at<false>(row + 8 * u, col + 4 * w);
+        CF_UNROLL
+        for (int n = 0; n < 8; ++n) {
+          float& x = dp[u + n / 4][w + n % 4];
+          x = dropper.drops(words, n / 4, n % 4) ? 0.0f : x * kept_scale;
+        }
+      }
+    }
+  }
+  CF_UNROLL
+  for (int u = 0; u < kRows; ++u) {
+    CF_UNROLL
+    for (int w = 0; w < kCols; ++w) s[u][w] = score_gradient(s[u][w], dp[u][w] - delta[u]);
+  }
+}
+
+CF_DEVICE Dropper dropper_of(const Params& p, const Item& item, i32 head) {
+  const DropoutStream stream = dropout_of(p, item, head);
+  return {stream, stream.aligned()};
+}

@@ -1,0 +1,102 @@
+// The two threads that keep the consumers supplied: the scheduler prepares pieces of work, the producer loads tiles.
+// And the barriers through which they all speak.
+#pragma once
+#include "sm90/tiles.cuh"
+
+constexpr i32 kConsumers = kBlockQ / 64;
+constexpr i32 kWorkSlots = 2;
+static_assert(kThreads == 128 * (kConsumers + 1), "a producer and the consumers");
+
+// Ready barriers end a phase when what they are named after may be read, free barriers when all have read it.
+struct Control {
+  u64 q_ready, q_free, work_ready[kWorkSlots], work_free[kWorkSlots];
+  u64 k_ready[kStages], k_free[kStages], v_ready[kStages], v_free[kStages];
+  Work work[kWorkSlots];
+};
+
+CF_DEVICE u32 barrier(const u64 (&bars)[kStages], u32 stage) { return shared_address(bars) + 8 * stage; }
+
+CF_DEVICE void initialise(Control& control) {
+  mbarrier_init(control.q_ready, 1);
+  mbarrier_init(control.q_free, kConsumers);
+  for (i32 n = 0; n < kWorkSlots; ++n) {
+    mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], kConsumers + 1);
+  }
+  for (i32 n = 0; n < kStages; ++n) {
+    mbarrier_init(control.k_ready[n], 1), mbarrier_init(control.k_free[n], kConsumers);
+    mbarrier_init(control.v_ready[n], 1), mbarrier_init(control.v_free[n], kConsumers);
+  }
+  fence_mbarrier_init();
+}
+
+// ---- scheduler: one thread, a tile ahead of the others, so that nobody waits for its divisions and loads
+
+CF_DEVICE void schedule(const Params& p, const Launch& launch, Control& control) {
+  Ring<kWorkSlots> slot{0, 1};                 // parity 1: the first wait for a free slot falls through
+  u32 tile = block_index();
+  while (true) {
+    Work& work = control.work[slot.stage];
+    mbarrier_try_wait_parity(shared_address(&control.work_free[slot.stage]), slot.parity);
+    const bool any = tile < u32(launch.tiles);
+    if (any) prepare(work, p, launch, tile); else work.number = -1;
+    mbarrier_arrive(shared_address(&control.work_ready[slot.stage]));            // the others may read it
+    if (!any) break;
+    tile = grid_size() + atom_inc(launch.counter);
+    slot.advance();
+  }
+  const bool last = atom_inc(launch.counter + 1) == grid_size() - 1;
+  if (last) launch.counter[0] = launch.counter[1] = 0;                           // for the next launch
+}
+
+// ---- producer: one thread
+
+struct Producer {
+  const TensorMaps& maps;
+  Control& control;
+  u32 tiles;
+  Ring<kStages> k{0, 1}, v{0, 1};
+  u32 q_parity = 1;
+
+  CF_DEVICE void load_k(const Work& work, i32 n) {
+    mbarrier_try_wait_parity(barrier(control.k_free, k.stage), k.parity);        // all consumers have read the stage
+    const u32 to = tiles + kKAt + k.stage * kKBytes;
+    load_tile<kBlockKV, kPanels>(to, maps.k, barrier(control.k_ready, k.stage), n * kBlockKV, work.head_kv, work);
+    k.advance();
+  }
+  CF_DEVICE void load_v(const Work& work, i32 n) {
+    mbarrier_try_wait_parity(barrier(control.v_free, v.stage), v.parity);
+    const u32 to = tiles + kVAt + v.stage * kVBytes;
+    load_tile<kBlockKV, kPanelsV>(to, maps.v, barrier(control.v_ready, v.stage), n * kBlockKV, work.head_kv, work);
+    v.advance();
+  }
+  CF_DEVICE void load_q(const Work& work) {
+    mbarrier_try_wait_parity(shared_address(&control.q_free), q_parity);         // also: results over q have left
+    load_tile<kBlockQ, kPanels>(tiles + kQAt, maps.q, shared_address(&control.q_ready), work.row, work.head, work);
+    q_parity ^= 1;
+  }
+
+  CF_DEVICE void load(const Work& work) {
+    if (work.last < work.first) {                                                // no key is seen
+      if (!kOwnOut) load_q(work);                                                // its place is wanted for the zeros
+      return;
+    }
+    load_k(work, work.last);
+    load_q(work);
+    CF_UNROLL_1
+    for (i32 n = work.last; n > work.first; --n) load_k(work, n - 1), load_v(work, n);
+    load_v(work, work.first);
+  }
+};
+
+CF_DEVICE void produce(const TensorMaps& maps, Control& control, u32 tiles) {
+  Producer producer{maps, control, tiles};
+  Ring<kWorkSlots> slot{0, 0};
+  while (true) {
+    const Work& work = control.work[slot.stage];
+    mbarrier_try_wait_parity(shared_address(&control.work_ready[slot.stage]), slot.parity);
+    if (work.number < 0) break;
+    producer.load(work);
+    mbarrier_arrive(shared_address(&control.work_free[slot.stage]));
+    slot.advance();
+  }
+}

@@ -1,0 +1,170 @@
+// From products to scores, for the tile that a warpgroup holds as a wgmma accumulator.
+//
+// Entry 4 j + 2 h + x of lane l in warp w is row 16 w + 8 h + l / 4, column 8 j + 2 (l % 4) + x. Plain scores stay raw
+// products: the softmax takes the scale along. With any option they come in natural units.
+#pragma once
+#include "sm90/work.cuh"
+
+constexpr i32 kScores = kBlockKV / 2;                 // of a thread
+constexpr bool kPlainScores = !kMaskOrBias && !kSoftcapOrAlibi;
+constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+using Scores = float[kScores];
+
+// tanh by one exponential and one reciprocal, within 3e-7; near 0, where 1 - 2 / (1 + e^2x) cancels, by its series.
+CF_DEVICE float fast_tanh(float x) {
+  const float power = ex2_approx_ftz(times(x, 2.0f * kLog2e)), square = times(x, x);
+  const float far = fused(-2.0f, rcp_approx_ftz(power + 1.0f), 1.0f);
+  const float near = times(x, fused(square, fused(square, 2.0f / 15.0f, -1.0f / 3.0f), 1.0f));
+  return absolute(x) < 0.125f ? near : far;
+}
+
+CF_DEVICE void cap(Scores& s, const ScoreTerms<float>& terms) {
+  const float softcap = terms.softcap, inverse = terms.inverse_softcap;
+  CF_UNROLL
+  for (int n = 0; n < kScores; ++n) s[n] = times(softcap, fast_tanh(times(s[n], inverse)));
+}
+
+// - slope * |i + offset - j|
+CF_DEVICE void add_alibi(Scores& s, const Work& work, i32 row, i32 col) {
+  const float slope = -work.terms.slope;
+  CF_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    const float distance = float(row + 8 * h + work.sight.offset - col);      // to column 0 of this thread
+    CF_UNROLL
+    for (int n = 0; n < kScores / 2; ++n) {
+      const int j = n / 2, x = n % 2;
+      float& score = s[4 * j + 2 * h + x];
+      score = fused(slope, absolute(distance - float(8 * j + x)), score);
+    }
+  }
+}
+
+// Pairs of a row of mask or bias: pair j holds columns 8 j and 8 j + 1, counted from this thread's first. Columns from
+// `count` on are outside; the last pair inside may reach one column further, into the padding of the row.
+template <class T, class Use> CF_DEVICE void for_pairs(const T* row, i32 count, Use use) {
+  if (count >= kBlockKV) {
+    CF_UNROLL
+    for (int j = 0; j < kBlockKV / 8; ++j) use(j, *reinterpret_cast<const Packed<T, 2>*>(row + 8 * j));
+  } else {
+    CF_UNROLL
+    for (int j = 0; j < kBlockKV / 8; ++j) {
+      if (8 * j < count) use(j, *reinterpret_cast<const Packed<T, 2>*>(row + 8 * j));
+    }
+  }
+}
+
+template <class T> CF_DEVICE void add_bias_row(Scores& s, int h, const T* row, i32 count) {
+  for_pairs(row, count, [&](int j, Packed<T, 2> pair) {
+    CF_UNROLL
+    for (int x = 0; x < 2; ++x) {
+      float& score = s[4 * j + 2 * h + x];
+      score = with_addend(score, convert<float>(pair.value[x]));
+    }
+  });
+}
+
+CF_DEVICE void add_to_row(Scores& s, int h, float addend) {
+  CF_UNROLL
+  for (int n = 0; n < kScores / 2; ++n) {
+    float& score = s[4 * (n / 2) + 2 * h + n % 2];
+    score = with_addend(score, addend);
+  }
+}
+
+// Rows past the end repeat the last one: they are not used. `count`: columns inside, from this thread's first.
+CF_DEVICE void add_bias(Scores& s, const Addends& a, i32 row, i32 last_row, i32 col, i32 count) {
+  CF_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    const i64 first = a.bias_first + smaller(row + 8 * h, last_row) * a.bias_row + col * a.bias_col;
+    if (a.bias_col == 0) {
+      add_to_row(s, h, load_kind<float>(a.bias, a.bias_kind, first));
+    } else if (a.bias_kind == kFloat32) {
+      add_bias_row(s, h, static_cast<const float*>(a.bias) + first, count);
+    } else {
+      add_bias_row(s, h, static_cast<const Element*>(a.bias) + first, count);
+    }
+  }
+}
+
+CF_DEVICE void apply_mask(Scores& s, const Addends& a, i32 row, i32 last_row, i32 col, i32 count) {
+  CF_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    const u8* allowed = a.mask + smaller(row + 8 * h, last_row) * a.mask_row + col * a.mask_col;
+    if (a.mask_col == 0) {
+      add_to_row(s, h, masked(0.0f, *allowed));
+    } else {
+      for_pairs(allowed, count, [&](int j, Packed<u8, 2> pair) {
+        CF_UNROLL
+        for (int x = 0; x < 2; ++x) {
+          if (pair.value[x] == 0) s[4 * j + 2 * h + x] = -Limits<float>::infinity();
+        }
+      });
+    }
+  }
+}
+
+// scale, softcap, ALiBi, bias, mask, in this order. (row, col) is the place of this thread's entry 0.
+CF_DEVICE void shape(Scores& s, const Params& p, const Launch& launch, const Work& work, i32 row, i32 col) {
+  if constexpr (!kPlainScores) {
+    CF_UNROLL
+    for (int n = 0; n < kScores; ++n) s[n] = times(s[n], launch.scale);
+  }
+  if constexpr (kSoftcapOrAlibi) {
+    if (work.terms.softcap > 0.0f) cap(s, work.terms);
+    if (p.call.slopes != nullptr) add_alibi(s, work, row, col);
+  }
+  if constexpr (kMaskOrBias) {
+    const i32 last_row = p.seqlen_q - 1, count = p.seqlen_k - col;
+    if (p.call.bias != nullptr) add_bias(s, work.addends, row, last_row, col, count);
+    if (p.call.mask != nullptr) apply_mask(s, work.addends, row, last_row, col, count);
+  }
+}
+
+// What positions and lengths forbid becomes -inf. Bounds are counted from this thread's first column.
+CF_DEVICE void select(Scores& s, const Work& work, i32 row, i32 col, bool left_edge) {
+  CF_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    const Interval keys = work.sight.keys_of(row + 8 * h);
+    const i32 start = keys.start - col, stop = keys.stop - col;
+    CF_UNROLL
+    for (int n = 0; n < kScores / 2; ++n) {
+      const int j = n / 2, x = n % 2;
+      if (8 * j + x >= stop) s[4 * j + 2 * h + x] = -Limits<float>::infinity();
+    }
+    if (left_edge) {
+      CF_UNROLL
+      for (int n = 0; n < kScores / 2; ++n) {
+        const int j = n / 2, x = n % 2;
+        if (8 * j + x < start) s[4 * j + 2 * h + x] = -Limits<float>::infinity();
+      }
+    }
+  }
+}
+
+// Weights that dropout removes become 0; the rows' sums keep them.
+CF_DEVICE void drop(Scores& weights, const DropoutStream& stream, i32 row, i32 col) {
+  if (stream.threshold > 0xffffu) return;                                // all are kept
+  if (stream.aligned()) {
+    const u32 limit = stream.threshold << 16;                            // the upper half decides, whatever is below it
+    CF_UNROLL
+    for (int block = 0; block < kBlockKV / 16; ++block) {
+      const Words words = stream.words_of(u32(row + stream.origin_i), u32(col + 16 * block + stream.origin_j));
+      CF_UNROLL
+      for (int n = 0; n < 4; ++n) {                                     // word 2 a + b: rows + 8 a, columns + 8 b
+        const int entry = 8 * block + 4 * (n % 2) + 2 * (n / 2);
+        if (words.word[n] << 16 >= limit) weights[entry] = 0.0f;
+        if (words.word[n] >= limit) weights[entry + 1] = 0.0f;
+      }
+    }
+    return;
+  }
+  u64 kept = 0;                                                          // 16x16 blocks do not fall together
+  CF_UNROLL_1
+  for (int n = 0; n < kScores; ++n) {
+    kept |= u64(stream.kept(row + n % 4 / 2 * 8, col + n / 4 * 8 + n % 2)) << n;
+  }
+  CF_UNROLL
+  for (int n = 0; n < kScores; ++n) {
+    if (!(kept >> n & 1)) weights[n] = 0.0f;
+  }
+}

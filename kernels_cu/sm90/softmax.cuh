@@ -1,0 +1,154 @@
+// Softmax without a maximum in the steady loop.
+//
+// A row's weights are powers of two against its reference m, any number that keeps them and their sums in range; after
+// the division by their sum l the choice of m is gone. A maximum is looked for only where the old reference will not
+// do. Let `unit` turn a score into a power of two. The exponent of score s is
+//
+//   s * unit - m * unit     one fused multiply-add against the rounded m * unit, the same number for all keys of a row,
+//                           so that nothing is lost, while |m * unit| < kFusedLimit (its last place is then below 1/8)
+//   (s - m) * unit          beyond: equal scores cancel before anything is rounded
+//
+// written as (s - shift) * unit - log2 with one of shift, log2 zero. Rows that cannot take the fused form, and rows
+// that have seen nothing (m = -inf), have the fast reference NaN: their sums come out NaN, and they go the slow way.
+#pragma once
+#include "core/warp.cuh"
+#include "sm90/scores.cuh"
+
+constexpr float kFusedLimit = 1048576.0f;       // 2^20
+constexpr float kTileSumLimit = 32768.0f;       // 2^15: a thread's sum over a tile; float16 holds such weights
+constexpr float kLazyLimit = 8.0f;              // careful steps: the reference may be 2^8 too small
+
+struct Reference { float shift, log2; };
+
+CF_DEVICE float not_a_number() { return float_of(0x7fffffffu); }
+
+CF_DEVICE Reference reference_to(float m, float unit) {
+  const float log2 = times(m, unit);
+  if (m == -Limits<float>::infinity()) return {0.0f, 0.0f};
+  return absolute(log2) < kFusedLimit ? Reference{0.0f, log2} : Reference{m, 0.0f};
+}
+
+CF_DEVICE float fast_reference(float m, float unit) {
+  const float log2 = times(m, unit);
+  return absolute(log2) < kFusedLimit ? log2 : not_a_number();
+}
+
+// Over the four lanes that share a row.
+CF_DEVICE float row_max(float x) { x = maximum(x, shuffle_xor(x, 1)); return maximum(x, shuffle_xor(x, 2)); }
+CF_DEVICE float row_sum(float x) { x += shuffle_xor(x, 1); return x + shuffle_xor(x, 2); }
+
+// The state of a thread's two rows. l is this thread's part until `finish`; fast is the fast reference to m.
+struct Softmax {
+  float m[2], l[2], fast[2], rescale[2];
+
+  CF_DEVICE void reset() {
+    CF_UNROLL
+    for (int h = 0; h < 2; ++h) m[h] = -Limits<float>::infinity(), l[h] = 0.0f, fast[h] = not_a_number();
+  }
+
+  // Largest scores of the two rows.
+  static CF_DEVICE void maxima(const Scores& s, float (&top)[2]) {
+    CF_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      float x = -Limits<float>::infinity();
+      CF_UNROLL
+      for (int j = 0; j < kScores / 4; ++j) x = maximum(x, maximum(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+      top[h] = row_max(x);
+    }
+  }
+
+  // Row h goes over to another reference; what has been accumulated must be multiplied by rescale[h].
+  CF_DEVICE void move(int h, float to, float unit) {
+    const Reference from = reference_to(m[h], unit), next = reference_to(to, unit);
+    const float exponent = fused(from.shift - next.shift, unit, from.log2 - next.log2);
+    rescale[h] = to == m[h] ? 1.0f : m[h] == -Limits<float>::infinity() ? 0.0f : ex2_approx_ftz(exponent);
+    m[h] = to;
+    l[h] *= rescale[h];
+    fast[h] = fast_reference(to, unit);
+  }
+
+  // A careful step's references: the maximum, or the old one where that is little too small. Whether some row of the
+  // warp has moved.
+  CF_DEVICE bool look(const Scores& s, float unit) {
+    float top[2];
+    bool stay[2];
+    maxima(s, top);
+    CF_UNROLL
+    for (int h = 0; h < 2; ++h) stay[h] = times(top[h] - m[h], unit) <= kLazyLimit;          // false for -inf - -inf
+    const bool moved = vote_any(!stay[0] || !stay[1]);
+    if (moved) {
+      CF_UNROLL
+      for (int h = 0; h < 2; ++h) move(h, stay[h] ? m[h] : maximum(m[h], top[h]), unit);
+    }
+    return moved;
+  }
+
+  // An optimistic step's, after its sums have left the range in some row of the warp. Rows that did not stay as they
+  // were: a row's bits never depend on its neighbours.
+  CF_DEVICE void look_again(const Scores& s, const float (&sums)[2], float unit) {
+    float top[2];
+    maxima(s, top);
+    CF_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const bool out = row_max(in_range(sums[h]) ? 0.0f : 1.0f) != 0.0f;
+      move(h, out ? maximum(m[h], top[h]) : m[h], unit);
+    }
+  }
+  static CF_DEVICE bool in_range(float sum) { return sum <= kTileSumLimit; }        // false for NaN
+
+  // use(j, weights) gets entries 4 j to 4 j + 3 as weights; their sums are returned.
+  template <bool kFused, class Use> CF_DEVICE void weigh(const Scores& s, float unit, float (&sums)[2], Use use) const {
+    Reference r[2];
+    CF_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      r[h] = kFused ? Reference{0.0f, fast[h]} : reference_to(m[h], unit);
+      sums[h] = 0.0f;
+    }
+    CF_UNROLL
+    for (int j = 0; j < kScores / 4; ++j) {
+      float w[4];
+      CF_UNROLL
+      for (int n = 0; n < 4; ++n) {
+        const float score = kFused ? s[4 * j + n] : s[4 * j + n] - r[n / 2].shift;
+        w[n] = ex2_approx_ftz(fused(score, unit, -r[n / 2].log2));
+      }
+      sums[0] += w[0] + w[1];
+      sums[1] += w[2] + w[3];
+      use(j, w);
+    }
+  }
+
+  // Scores become weights, in place; their sums join l.
+  CF_DEVICE void weigh_in_place(Scores& s, float unit) {
+    float sums[2];
+    const auto put = [&](int j, const float (&w)[4]) {
+      CF_UNROLL
+      for (int n = 0; n < 4; ++n) s[4 * j + n] = w[n];
+    };
+    if (vote_any(fast[0] != fast[0] || fast[1] != fast[1])) {
+      weigh<false>(s, unit, sums, put);
+    } else {
+      weigh<true>(s, unit, sums, put);
+    }
+    l[0] += sums[0];
+    l[1] += sums[1];
+  }
+
+  // Ends row h, after its sink (-inf: none) has taken its share: the factor that makes its accumulated output the mean,
+  // 0 for a row that saw nothing, and its lse in natural units. natural: of what is kept as a score.
+  CF_DEVICE void finish(int h, float natural, float unit, float sink, float& factor, float& lse) const {
+    const float sum = row_sum(l[h]), infinity = Limits<float>::infinity();
+    const Reference r = reference_to(m[h], unit);
+    const float rounding = r.shift == 0.0f ? fused(-m[h], unit, r.log2) : 0.0f;
+    const float own = m[h] == infinity ? m[h] : fused(m[h], natural, logarithm(sum) + times(rounding, kLn2));
+    const bool seen = !(sum == 0.0f);
+    factor = seen ? 1.0f / sum : 0.0f;
+    lse = seen ? own : -infinity;
+    if (sink == -infinity) return;
+    const float top = maximum(lse, sink);
+    const bool direct = top == infinity || lse != lse;
+    const float both = direct ? lse + top : top + logarithm(exponential(lse - top) + exponential(sink - top));
+    factor *= seen ? exponential(lse - both) : 1.0f;
+    lse = both;
+  }
+};

@@ -1,0 +1,123 @@
+// Tiles in shared memory: their map, their way there by TMA, the two products that read them, and results on their way
+// out.
+//
+// A tile is cut into panels of 64 columns; a row of a panel is 128 bytes, eight chunks of 16, and chunk c of row r lies
+// at place c ^ (r % 8) (TMA's and wgmma's 128-byte swizzle). Columns beyond the head dim are zeros.
+#pragma once
+#include "sm90/softmax.cuh"
+
+constexpr i32 kPanels = ceil_div(kHeadDim, 64), kPanelsV = ceil_div(kHeadDimV, 64);
+constexpr u32 kQBytes = kBlockQ * 128 * kPanels, kOutBytes = kBlockQ * 128 * kPanelsV;
+constexpr u32 kKBytes = kBlockKV * 128 * kPanels, kVBytes = kBlockKV * 128 * kPanelsV;
+constexpr u32 kQAt = 0, kKAt = kQAt + kQBytes, kVAt = kKAt + kStages * kKBytes;
+constexpr u32 kOutAt = kOwnOut ? kVAt + kStages * kVBytes : kQAt;        // else results lie over the queries
+constexpr u32 kUsedBytes = 1024 + kVAt + kStages * kVBytes + (kOwnOut ? kOutBytes : 0);
+static_assert(kUsedBytes == kSharedBytes, "the launch gives what the kernel uses");
+static_assert(kOwnOut || kOutBytes <= kQBytes, "results fit over the queries");
+static_assert(kBlockKV % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole steps of 16");
+
+struct TensorMaps { TensorMap q, k, v, out; };
+
+// Where a pipeline stands: a stage, and the parity of the phase that is waited for next.
+template <i32 kCount> struct Ring {
+  u32 stage, parity;
+  CF_DEVICE void advance() {
+    if (++stage == kCount) stage = 0, parity ^= 1;
+  }
+};
+
+// Rows [row, row + kRows) of one head, kCount panels, to the tile at `to`.
+template <i32 kRows, i32 kCount>
+CF_DEVICE void load_tile(u32 to, const TensorMap& map, u32 bar, i32 row, i32 head, const Work& work) {
+  mbarrier_arrive_expect_tx(bar, kRows * 128 * kCount);
+  CF_UNROLL
+  for (i32 n = 0; n < kCount; ++n) {
+    cp_async_bulk_tensor_5d_load(to + n * kRows * 128, map, bar, 64 * n, row, head, work.lead(0), work.lead(1));
+  }
+}
+
+// A wgmma operand in shared memory. stride: of 64-column panels, where columns are not what is summed over.
+CF_DEVICE u64 descriptor(u32 tile, u32 stride) {
+  return u64((tile & 0x3ffffu) >> 4) | u64(stride >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
+}
+
+// S = q k^T is started: 64 queries from descriptor q, the key tile of that stage.
+CF_DEVICE void start_scores(Scores& s, u64 q, u64 k, u32 stage) {
+  wgmma_fence();
+  CF_UNROLL
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    const u32 panel = step / 4, column = step % 4 * 32;
+    wgmma_scores(s, q + ((panel * kBlockQ * 128 + column) >> 4),
+                 k + u64((stage * kKBytes + panel * kBlockKV * 128 + column) >> 4), step != 0);
+  }
+  wgmma_commit_group();
+}
+
+using Output = float[kHeadDimV / 2];
+using Operand = u32[kBlockKV / 4];           // a tile of weights, rounded, as wgmma takes it from registers
+
+// O += p v is started (O = p v where nothing has been accumulated).
+CF_DEVICE void start_output(Output& o, const Operand& p, u64 v, u32 stage, bool accumulate) {
+  wgmma_fence();
+  CF_UNROLL
+  for (int step = 0; step < kBlockKV / 16; ++step) {
+    wgmma_output(o, p + 4 * step, v + u64((stage * kVBytes + step * 2048) >> 4), step != 0 || accumulate);
+  }
+  wgmma_commit_group();
+}
+
+CF_DEVICE void round_into(Operand& p, int j, float a, float b, float c, float d) {
+  p[2 * j] = cvt_rn_x2<Element>(a, b);
+  p[2 * j + 1] = cvt_rn_x2<Element>(c, d);
+}
+
+// Value rows from `rows` on are zeroed: a weight of zero times a NaN there would be NaN. The threads of a warpgroup;
+// all warpgroups write the same zeros, each before its own products read them.
+CF_DEVICE void clear_rows(u32 tile, i32 rows, i32 thread) {
+  for (i32 n = rows * 8 + thread; n < kBlockKV * 8; n += 128) {
+    CF_UNROLL
+    for (i32 panel = 0; panel < kPanelsV; ++panel) st_shared_128(tile + panel * kBlockKV * 128 + n * 16, {0, 0, 0, 0});
+  }
+}
+
+// 64 rows of results to shared memory, rounded. `tile`: that warpgroup's rows of the first panel.
+CF_DEVICE void stage_output(u32 tile, const Output& o, i32 thread) {
+  const i32 lane = thread % 32;
+  const u32 base = tile + (thread / 32 * 16 + lane % 16) * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+  CF_UNROLL
+  for (int n = 0; n < kHeadDimV / 16; ++n) {
+    stmatrix_x4((base ^ (n % 4 * 32)) + n / 4 * (kBlockQ * 128), cvt_rn_x2<Element>(o[8 * n], o[8 * n + 1]),
+                cvt_rn_x2<Element>(o[8 * n + 2], o[8 * n + 3]), cvt_rn_x2<Element>(o[8 * n + 4], o[8 * n + 5]),
+                cvt_rn_x2<Element>(o[8 * n + 6], o[8 * n + 7]));
+  }
+}
+
+// Where float results of a warpgroup lie on their way to arrays that TMA does not take: half of the columns at a time.
+CF_DEVICE u32 float_place(u32 tile, i32 row, i32 col) {
+  return tile + col / 32 * (kBlockQ * 128) + row * 128 + col % 32 * 4;
+}
+
+template <int kHalf> CF_DEVICE void stage_half(u32 tile, const Output& o, i32 thread) {
+  const i32 row = thread / 32 * 16 + thread % 32 / 4;
+  CF_UNROLL
+  for (int j = 0; j < kHeadDimV / 16; ++j) {
+    const float* pairs = o + 4 * j + kHalf * (kHeadDimV / 4);
+    const i32 col = 8 * j + thread % 4 * 2;
+    st_shared_f32x2(float_place(tile, row, col), pairs[0], pairs[1]);
+    st_shared_f32x2(float_place(tile, row + 8, col), pairs[2], pairs[3]);
+  }
+}
+
+// 64 rows and half of the columns, element by element: any layout, element or float. The threads of a warpgroup.
+CF_DEVICE void store_half(u32 tile, const Params& p, const Work& work, i32 row, i32 half, i32 thread) {
+  const i32 first = half * (kHeadDimV / 2), cols = smaller(p.head_dim_v - first, kHeadDimV / 2);
+  const i32 rows = smaller(p.seqlen_q - row, 64);
+  const i64 base = lead_offset(p.out.lead, work.item) + p.out.head * work.head;
+  CF_UNROLL_1
+  for (i32 n = thread; n < rows * (kHeadDimV / 2); n += 128) {
+    const i32 r = n / (kHeadDimV / 2), c = n % (kHeadDimV / 2);
+    if (c >= cols) continue;
+    const i64 index = base + (row + r) * p.out.row + (first + c) * p.out.col;
+    store_kind(p.call.out, p.out_kind, index, ld_shared_f32(float_place(tile, r, c)));
+  }
+}

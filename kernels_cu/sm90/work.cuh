@@ -1,0 +1,89 @@
+// Which piece of work is next, and all that is known about it beforehand. The producer prepares it, once, in shared
+// memory; the consumers read it.
+#pragma once
+#include "attn/dropout.cuh"
+#include "attn/score.cuh"
+#include "core/block.cuh"
+#include "core/ptx_sm90.cuh"
+
+// The second parameter record: what the call adds to Params. cupyflash/cuda/sm90.py packs it.
+struct Launch {
+  u32* counter;          // two zeros, left as zeros: tiles handed out beyond the first wave, blocks that are done
+  float scale, unit;     // scores to natural units, and what the kernel keeps as a score to powers of two
+  i32 tiles;             // query tiles of all heads and items
+  i32 query_tiles;       // of one head
+  i32 heads;             // of all items
+  i32 group;             // heads walked side by side, so that their keys and values stay in the L2 cache
+  i32 out_by_tma;        // 0: the layout or dtype of out is none for TMA
+};
+
+// A query tile of one head. Its keys are walked downward in tiles [first, last]; tiles in [steady_from, steady_to) are
+// seen by every row and need no selection.
+struct Work {
+  i32 number;            // negative: there is no more
+  i32 head, head_kv, row;
+  i32 first, last, steady_from, steady_to;
+  i32 v_rows;            // rows of the value tile `last` that may be read: the others may hold NaN
+  float sink;            // natural units, -inf without one
+  Item item;
+  Visibility sight;
+  ScoreTerms<float> terms;
+  Addends addends;
+  DropoutStream dropout;
+
+  // TMA's coordinate on the axis-th leading axis from the right; there are at most two.
+  CF_DEVICE i32 lead(int axis) const { return item.at[kLeadAxes - 1 - axis]; }
+};
+
+// Heads in groups; within a group the last query tiles come first: under a causal mask they are the longest.
+CF_DEVICE void place(Work& work, const Params& p, const Launch& launch, u32 tile) {
+  const u32 per_group = launch.query_tiles * launch.group;
+  const u32 first_head = tile / per_group * launch.group, rest = tile % per_group;
+  const u32 size = smaller(u32(launch.heads) - first_head, u32(launch.group));
+  const u32 head = first_head + rest % size;
+  work.row = (launch.query_tiles - 1 - rest / size) * kBlockQ;
+  work.head = head % p.heads_q;
+  work.head_kv = work.head / (p.heads_q / p.heads_kv);
+  u32 number = head / p.heads_q;
+  work.item.number = number;
+  CF_UNROLL
+  for (int axis = kLeadAxes - 1; axis >= 0; --axis) {
+    work.item.at[axis] = 0;
+    if (p.lead[axis] > 1) {                        // divisions are slow, and mostly there is one axis
+      work.item.at[axis] = number % p.lead[axis];
+      number /= p.lead[axis];
+    }
+  }
+}
+
+CF_DEVICE void find_keys(Work& work, const Params& p) {
+  const Visibility& sight = work.sight;
+  const i32 live = smaller(work.row + kBlockQ, sight.q_length);
+  const Interval some = sight.keys_of_some(work.row, live), all = sight.keys_of_all(work.row, live);
+  const bool any = some.stop > some.start, every = all.stop > all.start;
+  work.first = any ? some.start / kBlockKV : 0;
+  work.last = any ? (some.stop - 1) / kBlockKV : -1;
+  work.steady_from = every ? ceil_div(all.start, kBlockKV) : work.last + 1;      // none is steady: all have both edges
+  work.steady_to = every ? all.stop / kBlockKV : 0;
+  work.v_rows = sight.kv_length < p.seqlen_k ? sight.kv_length - work.last * kBlockKV : kBlockKV;
+}
+
+// Step by step through shared memory: the scheduler has few registers.
+CF_DEVICE void prepare(Work& work, const Params& p, const Launch& launch, u32 tile) {
+  work.number = tile;
+  place(work, p, launch, tile);
+  forget();
+  work.sight = visibility_of(p, work.item);
+  forget();
+  find_keys(work, p);
+  forget();
+  work.sink = -Limits<float>::infinity();
+  if (p.call.sinks != nullptr) {
+    work.sink = load_kind<float>(p.call.sinks, p.sinks_kind, head_index(p.sinks, work.item, work.head));
+  }
+  if constexpr (kSoftcapOrAlibi) work.terms = score_terms_of<float>(p, work.item, work.head);
+  forget();
+  if constexpr (kMaskOrBias) work.addends = addends_of(p, work.item, work.head);
+  forget();
+  if constexpr (kDropout) work.dropout = dropout_of(p, work.item, work.head);
+}

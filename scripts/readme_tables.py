@@ -1,0 +1,75 @@
+#!/usr/bin/env python3
+"""Write the measured tables of README.md from the JSON files under scripts/results/: python scripts/readme_tables.py
+
+Each table stands between ``<!-- table: NAME -->`` and ``<!-- end table -->``; with ``--check`` nothing is written and
+the exit status says whether README.md is what the files say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "scripts" / "results"
+
+
+def load(name: str) -> dict[str, Any]:
+    """A committed result."""
+    return json.loads((RESULTS / name).read_text())
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    """A markdown table."""
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
+
+
+def cpu() -> str:
+    """Speed of the CPU backend beside the plain computation."""
+    report = load("cpu.json")
+    rows = [
+        [row["setting"], row["pass"], f"{row['seconds'] * 1e3:.0f} ms", f"{row['plain_ratio']:.2f}"]
+        for row in report["rows"]
+    ]
+    note = f"{report['machine']}, NumPy {report['numpy']}, {report['date']}; `{report['command']}`."
+    return note + "\n\n" + table(["setting", "pass", "cupyflash", "times as fast as plain"], rows)
+
+
+def gpu() -> str:
+    """Speed of the portable CUDA kernels beside the plain CuPy computation."""
+    report = load("gpu_simt.json")
+    rows = [
+        [row["dtype"], row["pass"], f"{row['tflops']:.1f} TFLOP/s", f"{row['plain_ratio']:.2f}"]
+        for row in report["beside_plain"]
+    ]
+    shape = ", ".join(map(str, report["shape"]))
+    note = (
+        f"{report['device']}, CUDA driver {report['cuda_driver']}, CuPy {report['cupy']}, "
+        f"NVRTC {'.'.join(map(str, report['nvrtc']))}, {report['date']}; arrays ({shape}); `{report['command']}`."
+    )
+    return note + "\n\n" + table(["dtype", "pass", "cupyflash", "times as fast as plain CuPy"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "gpu": gpu}
+
+
+def main() -> None:
+    """Rewrite, or with --check compare."""
+    path = ROOT / "README.md"
+    text = path.read_text()
+
+    def fill(match: re.Match[str]) -> str:
+        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end table -->"
+
+    filled = re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end table -->", fill, text, flags=re.DOTALL)
+    if "--check" in sys.argv[1:]:
+        sys.exit(filled != text)
+    path.write_text(filled)
+
+
+if __name__ == "__main__":
+    main()

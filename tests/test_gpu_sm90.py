@@ -1,0 +1,183 @@
+"""The Hopper forward on its GPU: the softmax without a maximum where it could break, tiles' edges, many tiles."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from support import DTYPES, NEG_INF, assert_same, check, host, normal, qkv, wide
+
+import cupyflash
+from cupyflash.cuda import calls, configs, module
+
+pytestmark = pytest.mark.gpu
+
+BFLOAT16 = DTYPES[1]
+DIMS = (64, 128, 256)
+KEYS = 1170  # of every row, nine tiles and some
+
+
+@pytest.fixture(autouse=True)
+def hopper(cupy):
+    if cupyflash.cuda.device.compute_capability(cupy.cuda.runtime.getDevice()) != 90:
+        pytest.skip("needs compute capability 9.0")
+
+
+def row_of(d):
+    """The row of a plain call with few queries."""
+    return configs.choose("sm90", "forward", "bfloat16", d, d, (False,) * 3, 90, True).geometry
+
+
+def tile_of(d):
+    return row_of(d).block_kv
+
+
+def scored(cupy, keys, d, dtype, rows=70):
+    """q, k, v whose scores at scale 1 are +, 0 and - times the given numbers, row by row, without rounding."""
+    q, k = np.zeros((1, 2, rows, d)), np.zeros((1, 2, len(keys), d))
+    q[..., 0] = np.resize([1, 0, -1], rows)
+    k[..., 0] = keys
+    return (
+        cupy.asarray(q.astype(dtype)),
+        cupy.asarray(k.astype(dtype)),
+        normal(cupy, (1, 2, len(keys), d), dtype, 3),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("top", [0, 4, 8, 12, 14, 15, 16, 20, 30, 40])
+def test_scores_that_rise_and_fall_from_tile_to_tile(cupy, dtype, d, top):
+    if dtype == np.float16 and top > 15:
+        pytest.skip("float16 holds no such key")
+    steps = (KEYS - np.arange(KEYS)) // tile_of(d)  # keys are walked downward
+    keys = 2.0 ** np.rint(top * steps / steps.max())
+    check(*scored(cupy, keys, d, dtype), scale=1.0, backward=False)
+    check(*scored(cupy, keys[::-1], d, dtype), scale=1.0, backward=False)
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_float16_weights_stay_in_range(cupy, d):
+    """Scores just below and above what makes a thread's sum leave its range: 15 powers of two."""
+    for power in (9.0, 10.0, 10.5, 11.0, 15.5, 16.5):
+        keys = np.where(np.arange(KEYS) < KEYS // 2, power * np.log(2), 0.0)
+        check(*scored(cupy, keys, d, np.float16), scale=1.0, backward=False)
+
+
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_keys_that_are_no_numbers_reach_only_the_rows_that_see_them(cupy, d, value):
+    q, k, v = qkv(cupy, 1, 2, 200, KEYS, d, dtype=BFLOAT16)
+    clean = host(cupyflash.attention(q, k, v, causal="top_left", return_lse=True))
+    k[:, :, 150] = value
+    out, lse = host(cupyflash.attention(q, k, v, causal="top_left", return_lse=True))
+    assert_same(out[:, :, :150], clean[0][:, :, :150], "out of rows that do not see the key")
+    assert_same(lse[:, :, :150], clean[1][:, :, :150], "lse of rows that do not see the key")
+    assert not np.isfinite(wide(lse[:, :, 150:])).any()
+
+
+def test_a_score_of_infinity_makes_lse_infinite_and_its_row_alone_nan(cupy):
+    keys = np.zeros(KEYS)
+    keys[400] = np.inf
+    q, k, v = scored(cupy, keys, 64, BFLOAT16)
+    q[0, 0, 1] = 1.0  # a row that is not zero where the key is infinite
+    out, lse = host(cupyflash.attention(q, k, v, scale=1.0, return_lse=True))
+    assert (lse[0, 1, ::3] == np.inf).all()
+    assert np.isnan(wide(out[0, 1, ::3])).all()
+    assert np.isfinite(lse[0, 1, 2::3]).all()  # -1 times infinity is a key that the row does not see
+    assert np.isfinite(wide(out[0, 1, 2::3])).all()
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_H01_equal_scores_of_1e11_cancel(cupy, d):
+    x = cupy.full((1, 1, 300, d), 133120.0, np.float32).astype(BFLOAT16)
+    v = normal(cupy, (1, 1, 300, d), BFLOAT16, 5)
+    out, lse = host(cupyflash.attention(x, x, v, return_lse=True))
+    np.testing.assert_allclose(wide(out[0, 0]), np.broadcast_to(wide(v)[0, 0].mean(0), (300, d)), atol=2e-3)
+    np.testing.assert_allclose(lse, 133120.0**2 * np.sqrt(d), rtol=1e-6)
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_tiles_of_minus_infinity_come_first(cupy, d):
+    q, k, v = qkv(cupy, 1, 2, 200, KEYS, d, dtype=BFLOAT16)
+    bias = cupy.zeros((200, KEYS), np.float32)
+    bias[:, 3 * tile_of(d) :] = NEG_INF
+    bias[3] = NEG_INF
+    out, lse, _ = check(q, k, v, bias=bias, backward=False)
+    assert (lse[:, :, 3] == NEG_INF).all()
+    assert (wide(out)[:, :, 3] == 0).all()
+
+
+@pytest.fixture
+def marked(monkeypatch):
+    """Kernels that give 12345 for the lse of rows whose warp has taken the slow path."""
+    plain = configs.Config.source
+
+    def source(config, *, emulate=False):
+        text = plain(config, emulate=emulate)
+        for old, new in (
+            (
+                "float m[2], l[2], fast[2], rescale[2];",
+                "float m[2], l[2], fast[2], rescale[2]; bool slow = false;",
+            ),
+            (
+                "float top[2];\n    maxima(s, top);\n    CF_UNROLL",
+                "slow = true; float top[2]; maxima(s, top);\n    CF_UNROLL",
+            ),
+            ("lse = seen ? own : -infinity;", "lse = slow ? 12345.0f : seen ? own : -infinity;"),
+        ):
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        return text
+
+    monkeypatch.setattr(configs.Config, "source", source)
+    monkeypatch.setattr(module, "_loaded", {})
+    calls.clear()
+    yield
+    calls.clear()
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_slow_path_is_taken_where_it_must_be_and_only_there(cupy, marked, d):
+    q, k, v = qkv(cupy, 1, 1, 64, KEYS, d, dtype=BFLOAT16)
+    _, ordinary = host(cupyflash.attention(q, k, v, return_lse=True))
+    assert (ordinary != 12345).all()
+    keys = np.where(np.arange(KEYS) < 3 * tile_of(d), 100.0, 0.0)  # seen last
+    _, rising = host(cupyflash.attention(*scored(cupy, keys, d, BFLOAT16, 64), scale=1.0, return_lse=True))
+    assert (rising == 12345).all()
+    q, k, v = scored(cupy, -keys, d, BFLOAT16, 64)
+    q[..., 0] = 1.0
+    _, falling = host(cupyflash.attention(q, k, v, scale=1.0, return_lse=True))
+    assert (falling != 12345).all()
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_lengths_around_the_edges_of_tiles(cupy, d):
+    tile, rows = (
+        tile_of(d),
+        configs.choose("sm90", "forward", "bfloat16", d, d, (False,) * 3, 90).geometry.block_q,
+    )
+    edges = sorted({n + step for n in (1, 16, 64, tile, 2 * tile, 3 * tile) for step in (-1, 0, 1)} - {0})
+    for n in edges:
+        check(*qkv(cupy, 1, 2, 100, n, d, dtype=BFLOAT16, seed=n), causal="bottom_right", backward=False)
+    for m in (1, 63, 64, 65, rows - 1, rows, rows + 1):
+        check(*qkv(cupy, 1, 2, m, 150, d, dtype=BFLOAT16, seed=m), backward=False)
+
+
+@pytest.mark.parametrize(
+    "form", [{}, {"causal": "bottom_right"}, {"window": (60, 20), "query_offset": 3}], ids=str
+)
+@pytest.mark.parametrize("d", DIMS)
+def test_more_tiles_than_blocks_and_an_odd_number(cupy, d, form):
+    q, k, v = qkv(cupy, 3, 91, 130, 150, d, heads_kv=13, dtype=BFLOAT16)
+    assert 3 * 91 * -(-130 // 192) > 2 * 132
+    check(q, k, v, backward=False, **form)
+
+
+def test_items_of_many_lengths_and_of_none(cupy):
+    q, k, v = qkv(cupy, 5, 4, 300, 500, 64, heads_kv=2, dtype=BFLOAT16)
+    lengths = [500, 0, 1, 97, 400]
+    for item, length in enumerate(lengths):
+        k[item, :, length:] = np.nan
+        v[item, :, length:] = np.nan
+    check(q, k, v, kv_lengths=cupy.asarray(lengths), causal="bottom_right", backward=False)
+    check(q, k, v, kv_lengths=lengths, q_lengths=[0, 300, 17, 200, 64], backward=False)
