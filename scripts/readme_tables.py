@@ -32,11 +32,20 @@ def cpu() -> str:
     """Speed of the CPU backend beside the plain computation."""
     report = load("cpu.json")
     rows = [
-        [row["setting"], row["pass"], f"{row['seconds'] * 1e3:.0f} ms", f"{row['plain_ratio']:.2f}"]
+        [
+            row["pass"],
+            str(row["threads"]),
+            f"{row['seconds']['cupyflash'] * 1e3:.0f} ms",
+            f"{row['ratio']['plain']:.2f}",
+        ]
         for row in report["rows"]
     ]
-    note = f"{report['machine']}, NumPy {report['numpy']}, {report['date']}; `{report['command']}`."
-    return note + "\n\n" + table(["setting", "pass", "cupyflash", "times as fast as plain"], rows)
+    shape = ", ".join(map(str, report["shape"]))
+    note = (
+        f"{report['cpu']}, NumPy {report['versions']['numpy']}, {report['date']}; arrays ({shape}) "
+        f"{report['dtype']}; `python scripts/bench_cpu.py --json scripts/results/cpu.json`."
+    )
+    return note + "\n\n" + table(["pass", "threads", "cupyflash", "times as fast as plain"], rows)
 
 
 def gpu() -> str:
@@ -54,7 +63,29 @@ def gpu() -> str:
     return note + "\n\n" + table(["dtype", "pass", "cupyflash", "times as fast as plain CuPy"], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "gpu": gpu}
+def peers() -> str:
+    """Speed of the default families beside other libraries, bfloat16."""
+    report = load("gpu_peers.json")
+    names = list(dict.fromkeys(name for row in report["rows"] for name in row["tflops"]))
+    rows = [
+        [
+            row["mode"],
+            str(row["D"]),
+            "yes" if row["causal"] else "no",
+            *(f"{row['tflops'][name]:.0f}" if name in row["tflops"] else "" for name in names),
+        ]
+        for row in report["rows"]
+    ]
+    first = report["rows"][0]
+    note = (
+        f"{report['device']}, CuPy {report['cupy']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, "
+        f"{report['date']}; batch x heads x head dim is {first['B']} x 2048, length {first['N']}; TFLOP/s (causal "
+        "halved, backward x 2.5), flash is FlashAttention-2."
+    )
+    return note + "\n\n" + table(["pass", "head dim", "causal", *names], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "gpu": gpu, "peers": peers}
 
 
 def main() -> None:

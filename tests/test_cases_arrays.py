@@ -127,7 +127,7 @@ def test_K13_a_second_process_compiles_nothing(cupy, tmp_path):
 
 @pytest.mark.gpu
 def test_K15_one_can_ask_what_is_compiled(cupy):
-    q, k, v = qkv(cupy, d=23)
+    q, k, v = qkv(cupy, d=200)  # a head dim that no other test compiles for
     assert not cupyflash.is_compiled(q, k, v, softcap=3.0, family="simt")
     cupyflash.compile_kernels(q, k, v, softcap=3.0, family="simt")
     assert cupyflash.is_compiled(q, k, v, softcap=3.0, family="simt")

@@ -79,7 +79,9 @@ def test_every_element_of_a_small_mask():
 
 
 @settings(max_examples=40)
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 2**31))
+@given(
+    st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 40), st.integers(0, 2**31 - 1)
+)
 def test_tiles_are_cut_from_one_mask(i, height, j, width, base):
     whole = dropout.dropout_mask((1, 80, 80), 0.3, 42, 1, (9, base, 0))[0]
     tile = dropout.keep_tile(

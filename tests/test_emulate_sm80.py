@@ -58,6 +58,15 @@ def test_runs_of_keys_are_combined(m):
     assert {config.kernel for config in machine.launched} == {"forward", "combine"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 4, 70])
+def test_H01_scores_of_1e11_leave_gradients_finite(length):
+    x = np.full((1, 1, length, 64), 133120, BFLOAT16)
+    (out, _), vjp = vjp_on(Machine(compute_capability=SM80))(x, x, x, return_lse=True, wrt=None)
+    assert_same(out, x)
+    assert all(np.isfinite(g.astype(np.float32)).all() for g in vjp(x, None)[:3])
+
+
 FAULTS = {
     "copies that nobody waits for": (
         "    cp_async_wait_group<0>();\n    block_barrier();",

@@ -87,7 +87,7 @@ class EmulatedCase(Case):
 
 
 def _emulated_capability() -> int:
-    """That of the GPU here, up to the last whose kernels use neither TMA nor wgmma; without one, that of small tiles."""
+    """That of the GPU here, up to the last whose kernels use neither TMA nor wgmma; without one, of small tiles."""
     return 75 if device.missing() else min(device.compute_capability(0), 89)
 
 

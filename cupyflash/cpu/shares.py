@@ -54,9 +54,11 @@ class TaskShares:
         pending = sums.unit_sums.setdefault(self._task.units.start, {})
         own = tuple(i if size > 1 else 0 for i, size in zip(visit.inner, view.shape))
         key = (own[:-1], visit.inner[-1], visit.head)
-        if key not in pending:
-            pending[key] = (visit.q_index, np.zeros((len(tile), *view.shape[-2:]), tile.dtype))
-        pending[key][1][:, rows] += tile
+        if (total := pending.get(key)) is None:
+            # Two tasks may come here at once, with different rows: setdefault lets one array win.
+            empty = np.zeros((len(tile), *view.shape[-2:]), tile.dtype)
+            total = pending.setdefault(key, (visit.q_index, empty))
+        total[1][:, rows] += tile
 
     def add_bias(self, visit: Visit, rows: slice, cols: slice, tile: np.ndarray) -> None:
         """A share of dbias: dS of a tile."""
@@ -95,9 +97,8 @@ class TaskShares:
     def close(self, inner: tuple[int, ...]) -> None:
         """Member ``inner`` of the unit has given all its shares of this task's dk, dv and dbias."""
         for name, pending in self._own.items():
-            rows = () if name != "bias" else (_ALL,)
-            cuts = (*rows, self._task.cols) if name == "bias" else (self._task.cols, _ALL)
-            pending.close(inner, cuts)
+            cols = self._task.cols
+            pending.close(inner, (_ALL, cols) if name == "bias" else (cols, _ALL))
 
     def commit(self) -> None:
         """All shares are given: let the next task go on, and add what all tasks share when it is this one's turn."""

@@ -156,7 +156,7 @@ class _Call:
         if family.name == "sm90" and sm90_launch.copies(p):
             return None
         recipe = forward_recipe_of(p, machine, sizes, found)
-        if not recipe.launches:
+        if len(recipe.launches) != 1:
             return None
         [launch] = recipe.launches
         config, skip = launch.config, 1 if p.squeeze else 0

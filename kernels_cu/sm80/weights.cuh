@@ -83,9 +83,10 @@ struct Dropper {
 };
 
 // A score's weight from the row's lse: `factor` leads from s to base 2, negative_lse is -lse in base 2. An unseen key has
-// weight 0 whatever lse is.
+// weight 0 whatever lse is. No weight is above 1: at scores of 1e11 the rounding of lse alone would overflow the power.
 CF_DEVICE float weight_from(float s, float factor, float negative_lse) {
-  const float weight = ex2_approx_ftz(fused(s, factor, negative_lse));
+  const float power = fused(s, factor, negative_lse);
+  const float weight = ex2_approx_ftz(power > 0.0f ? 0.0f : power);
   return kMaskOrBias && s == -Limits<float>::infinity() ? 0.0f : weight;
 }
 
