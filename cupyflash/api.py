@@ -56,7 +56,7 @@ def attention(
     v : array_like, (..., heads_kv, n, e)
         Values; e may differ from d. A non-finite value inside the lengths may spread through a zero weight.
     scale : float, optional
-        Multiplies ``q @ k^T``; any finite number. Default ``1 / sqrt(d)``.
+        Multiplies ``q @ k^T``; any number that is finite in the score dtype. Default ``1 / sqrt(d)``.
     causal : bool or {"top_left", "bottom_right"}
         Query i sees key j only where ``j <= i + query_offset``. "top_left" sets the offset to 0,
         "bottom_right" to kv length - q length (per batch item where lengths are given).

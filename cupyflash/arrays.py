@@ -49,6 +49,11 @@ def as_operand(x: Any, name: str) -> Any:
     return np.asarray(x)
 
 
+def native(x: Any) -> Any:
+    """``x`` in native byte order."""
+    return x if x.dtype.isnative else x.astype(x.dtype.newbyteorder("="))
+
+
 def _on_cuda(x: Any) -> bool:
     """Whether a DLPack object lives in CUDA memory (device types 2 and 13, CUDA and managed)."""
     return hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) in (2, 13)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPE_NAMES, as_operand, is_device, share_memory
+from .arrays import DTYPE_NAMES, as_operand, is_device, native, share_memory
 
 OFFSET_LIMIT = 2**60  # the largest |query_offset|: sums of positions and bounds then fit 64 bits
 WINDOW_LIMIT = 2**61  # a wider window bounds nothing
@@ -29,12 +29,27 @@ def number(x: Any, name: str) -> float:
     """A finite real number; bool, str and NaN are refused."""
     if isinstance(x, np.ndarray) and x.ndim == 0:
         x = x[()]
-    if isinstance(x, (bool, np.bool_, str)) or not (isinstance(x, numbers.Real) or _is_real_scalar(x)):
+    if isinstance(x, (bool, np.bool_, str)) or not is_number(x):
         raise TypeError(f"{name} must be a real number, got {describe(x)}")
-    value = float(x)
+    try:
+        value = float(x)
+    except OverflowError:
+        value = math.inf
     if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
+        raise ValueError(f"{name} must be finite, got {x}")
     return value
+
+
+def in_range(value: float, name: str, dtype: np.dtype) -> float:
+    """A number that does not overflow in the score dtype."""
+    if abs(value) > float(np.finfo(dtype).max):
+        raise ValueError(f"{name} = {value} is outside the range of the score dtype {dtype}")
+    return value
+
+
+def is_number(x: Any) -> bool:
+    """Whether a value is a plain number, not an array."""
+    return isinstance(x, numbers.Real) or _is_real_scalar(x)
 
 
 def _is_real_scalar(x: Any) -> bool:
@@ -72,8 +87,11 @@ def float_array(x: Any, name: str, target: tuple[int, ...], axes: str, like: Any
     """A bias, sinks or slopes operand: a float array, or a number, that broadcasts to ``target``."""
     if isinstance(x, (bool, str)):
         raise TypeError(f"{name} must be a float array or a number, got {describe(x)}")
-    if isinstance(x, numbers.Real):
-        x = np.asarray(float(x))
+    if is_number(x):
+        try:
+            x = np.asarray(float(x))
+        except OverflowError:
+            raise ValueError(f"{name} = {x} is outside the range of float64") from None
     x = as_operand(x, name)
     if x.dtype.name not in DTYPE_NAMES:
         hint = "; give a boolean mask as mask=" if x.dtype == np.bool_ else ""
@@ -111,9 +129,7 @@ def same_place(x: Any, name: str, like: Any) -> Any:
         return x
     if is_device(x):
         raise ValueError(f"{name} is on {x.device} but q is on the host: pass cupy.asnumpy({name})")
-    if isinstance(x, np.ndarray) and not x.dtype.isnative:
-        return x.astype(x.dtype.newbyteorder("="))
-    return x
+    return native(x)
 
 
 def integers(x: Any, name: str, target: tuple[int, ...], low: int | None, high: int | None, like: Any) -> Any:
@@ -123,6 +139,8 @@ def integers(x: Any, name: str, target: tuple[int, ...], low: int | None, high: 
     """
     if isinstance(x, (bool, np.bool_, str, float)):
         raise TypeError(f"{name} must be an integer or an integer array, got {describe(x)}")
+    if isinstance(x, int) and not -(2**63) <= x < 2**63:
+        raise ValueError(f"{name} must lie in [{low}, {high}], got {x}")
     x = as_operand(x, name)
     if x.dtype.kind not in "iu":
         if not (x.size == 0 and not is_device(x)):
@@ -155,7 +173,7 @@ def output(
         )
     if isinstance(x, np.ndarray) and not x.flags.writeable:
         raise ValueError(f"{name} is read-only: give a writeable array")
-    if any(step == 0 and size > 1 for step, size in zip(x.strides, x.shape)):
+    if x.size and any(step == 0 and size > 1 for step, size in zip(x.strides, x.shape)):
         raise ValueError(
             f"{name} has overlapping elements (stride 0 along an axis): give an array of its own"
         )

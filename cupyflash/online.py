@@ -48,7 +48,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import DTYPE_NAMES, array_module, as_operand
+from .arrays import DTYPE_NAMES, array_module, as_operand, native
 
 
 class Summary(NamedTuple):
@@ -240,7 +240,8 @@ def _checked(parts: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
     for number, part in enumerate(parts):
         if not isinstance(part, (tuple, list)) or len(part) != 2:
             raise TypeError(f"part {number} must be a pair (out, lse), got {type(part).__name__}")
-        out, lse = as_operand(part[0], f"part {number}'s out"), as_operand(part[1], f"part {number}'s lse")
+        out = native(as_operand(part[0], f"part {number}'s out"))
+        lse = native(as_operand(part[1], f"part {number}'s lse"))
         first = outs[0] if outs else out
         if out.dtype.name not in DTYPE_NAMES or out.dtype != first.dtype:
             expected = first.dtype if outs else ", ".join(DTYPE_NAMES)
@@ -263,7 +264,9 @@ def _checked(parts: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
 
 
 def _cotangent(x: Any, name: str, like: Any) -> Any:
-    x = as_operand(x, name)
+    x = native(as_operand(x, name))
+    if x.dtype.name not in DTYPE_NAMES:
+        raise TypeError(f"{name} must have one of the dtypes {', '.join(DTYPE_NAMES)}, got {x.dtype}")
     if x.shape != like.shape:
         raise ValueError(f"{name} must have shape {like.shape}, got {tuple(x.shape)}")
     return x

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -100,7 +99,7 @@ class Problem:
         differentiable = ("q", "k", "v") + tuple(
             name
             for name, x in (("bias", bias), ("sinks", sinks), ("alibi_slopes", alibi_slopes))
-            if x is not None and not isinstance(x, numbers.Real)
+            if x is not None and not checks.is_number(x)
         )
         q, k, v, two_d = _operands(q, k, v)
         lead, dims = _shapes(q, k, v)
@@ -120,9 +119,13 @@ class Problem:
             sinks = checks.float_array(sinks, "sinks", head_shape, "(..., heads_q)", q)
         if alibi_slopes is not None:
             alibi_slopes = checks.float_array(alibi_slopes, "alibi_slopes", head_shape, "(..., heads_q)", q)
-        if softcap is not None and (softcap := checks.number(softcap, "softcap")) <= 0:
-            raise ValueError(f"softcap must be > 0 (None for no cap), got {softcap}")
         score_dtype = q.dtype if q.dtype == np.float64 else np.dtype(np.float32)
+        scale = 1.0 / math.sqrt(d) if scale is None else checks.number(scale, "scale")
+        scale = checks.in_range(scale, "scale", score_dtype)
+        if softcap is not None:
+            softcap = checks.in_range(checks.number(softcap, "softcap"), "softcap", score_dtype)
+            if score_dtype.type(softcap) <= 0:
+                raise ValueError(f"softcap must be > 0 in {score_dtype} (None for no cap), got {softcap}")
         backend = _backend(backend, q)
         return cls(
             backend=backend,
@@ -137,7 +140,7 @@ class Problem:
             score_dtype=score_dtype,
             out_dtype=q.dtype,
             lse_dtype=score_dtype,
-            scale=1.0 / math.sqrt(d) if scale is None else checks.number(scale, "scale"),
+            scale=scale,
             softcap=softcap,
             causal=bool(causal),
             window=window,

@@ -189,3 +189,28 @@ def test_alibi_slopes_are_geometric():
     np.testing.assert_allclose(cupyflash.alibi_slopes(8), 2.0 ** -np.arange(1, 9))
     np.testing.assert_allclose(cupyflash.alibi_slopes(1), [2.0**-8])
     np.testing.assert_allclose(cupyflash.alibi_slopes(3), [2.0**-4, 2.0**-8, 2.0**-2])
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 2, 0, 4), (2, 2, 3, 0)], ids=str)
+def test_empty_outputs_may_be_given(xp, shape):
+    q = xp.ones((*shape[:3], 4))
+    v = xp.ones((shape[0], 2, 5, shape[3]))
+    out = xp.empty(shape)
+    assert cupyflash.attention(q, xp.ones((*v.shape[:3], 4)), v, out=out) is out
+
+
+@pytest.mark.parametrize("options", [{"scale": 1e39}, {"softcap": 1e39}, {"softcap": 1e-46}], ids=str)
+def test_numbers_beyond_the_score_dtype_are_refused(xp, options):
+    x = xp.ones((3, 4), np.float32)
+    with pytest.raises(ValueError, match=next(iter(options))):
+        cupyflash.attention(x, x, x, **options)
+    assert cupyflash.attention(
+        x.astype(np.float64), x.astype(np.float64), x.astype(np.float64), **options
+    ).shape
+
+
+@pytest.mark.parametrize("option", ["kv_lengths", "query_offset", "scale", "bias", "sinks"])
+def test_integers_beyond_64_bits_are_refused_by_name(xp, option):
+    x = xp.ones((3, 4))
+    with pytest.raises(ValueError, match=option):
+        cupyflash.attention(x, x, x, **{option: 10**400})

@@ -248,3 +248,16 @@ def test_device_merges_equal_host_merges(cupy):
         online.merge_parts(on_device[0], parts[1])
     summary = online.summarize(cupy.asarray([[1000.0, 1001, 999]]), cupy.asarray([[2.0], [4], [8]]))
     assert float(online.finish(online.merge(summary, summary))[0][0, 0]) == pytest.approx(3.8707, abs=5e-5)
+
+
+def test_parts_of_another_byte_order_are_converted():
+    part = (np.ones((1, 2), ">f4"), np.zeros(1, ">f4"))
+    out, lse = online.merge_parts(part, part)
+    assert out.dtype == lse.dtype == np.float32
+    np.testing.assert_allclose(lse, np.log(2), rtol=1e-6)
+
+
+def test_complex_cotangents_are_refused():
+    _, vjp = online.merge_parts_vjp([(np.ones((1, 2)), np.zeros(1))])
+    with pytest.raises(TypeError, match="dout must have one of the dtypes"):
+        vjp(np.ones((1, 2), complex))

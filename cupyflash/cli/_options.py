@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from ._files import load_npy
+from ._files import as_dtype, load_npy
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 TARGET = click.Path(path_type=Path)
@@ -158,7 +158,7 @@ def api_options(flags: dict[str, Any], heads: int) -> dict[str, Any]:
     given = {name: value for name, value in flags.items() if value is not None}
     for name in ("mask", "bias", "sinks"):
         if name in given:
-            given[name] = load_npy(given[name])
+            given[name] = as_dtype(load_npy(given[name]), None)
     if given.get("causal") == "true":
         given["causal"] = True
     if (slopes := given.pop("alibi", None)) is not None:
@@ -170,7 +170,7 @@ def _slopes(source: str, heads: int) -> Any:
     from .. import alibi_slopes
 
     if source != "geometric":
-        return load_npy(Path(source))
+        return as_dtype(load_npy(Path(source)), None)
     return alibi_slopes(heads)
 
 
