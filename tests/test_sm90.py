@@ -241,7 +241,9 @@ def test_one_query_of_many_keys_goes_where_keys_are_cut():
     q, k = (np.broadcast_to(np.float16(0), (1, 1, n, 64)) for n in (1, 8192))
     p = cupyflash.plan(q, k, k, arch=90)
     assert p.family != "sm90"
-    assert dict(p.passed_over)["sm90"] == "does not cut the keys of so few queries into runs"
+    assert dict(p.passed_over)["sm90"] == (
+        "leaves few queries with many keys to the sm80 family, which cuts the keys into runs"
+    )
 
 
 def test_a_head_dim_beyond_the_rows_goes_elsewhere():

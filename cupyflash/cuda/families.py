@@ -42,8 +42,6 @@ class Family:
         Whether it has a backward.
     lead_axes : int
         How many leading axes that do not merge it takes in place.
-    cuts_keys : bool
-        Whether a forward of few queries can cut its keys into runs, so that they occupy the whole device.
     """
 
     name: str
@@ -55,7 +53,6 @@ class Family:
     precisions: tuple[str, ...]
     backward: bool = True
     lead_axes: int = LEAD_AXES
-    cuts_keys: bool = True
 
     def arch(self, cc: int) -> str:
         """The architecture to compile for, as in sm_<arch>."""
@@ -77,8 +74,6 @@ class Family:
             return reason
         if backward and not self.backward:
             return "has no backward"
-        if not self.cuts_keys and not backward and runs_of_keys(problem) > 1:
-            return "does not cut the keys of so few queries into runs"
         if problem.precision not in (None, *self.precisions):
             return f"computes float32 as {' or '.join(self.precisions)}, not {problem.precision}"
         return None
@@ -95,7 +90,6 @@ FAMILIES = (
         precisions=(),
         backward=False,
         lead_axes=2,
-        cuts_keys=False,
     ),
     Family(
         name="sm80",
