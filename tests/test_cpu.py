@@ -75,7 +75,8 @@ def operands(dtype=np.float32, heads_kv=2):
 
 def use_tiles(monkeypatch, kept, moved, elements=1):
     """Tiles of ``kept`` by ``moved`` float32 scores instead of the usual ones."""
-    monkeypatch.setattr("cupyflash.cpu.tiles._KEPT", kept)
+    for side in ("_KEPT_QUERIES", "_KEPT_KEYS"):
+        monkeypatch.setattr(f"cupyflash.cpu.tiles.{side}", kept)
     monkeypatch.setattr("cupyflash.cpu.tiles._MOVED_BYTES", 4 * moved)
     monkeypatch.setattr("cupyflash.cpu.tiles._TILE_BYTES", 4 * elements)
 
@@ -414,6 +415,17 @@ def test_only_tiles_that_someone_sees_are_computed_and_only_borders_are_masked(m
     assert masked or not options
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 9), (1, 1, 1100)], ids=["stacked", "one by one"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
+def test_a_single_key_has_no_gradient_but_that_of_its_value(shape, dtype):
+    batch, heads, m = shape
+    q, k, v = qkv(np, batch, heads, m, 40, 7, 11, dtype=dtype)
+    out, vjp = cupyflash.attention_vjp(q, k, v, kv_lengths=1)
+    dq, dk = vjp(normal(np, out.shape, dtype))[:2]
+    assert not dq.any()
+    assert not dk.any()
+
+
 def test_zero_sizes_have_zero_gradients():
     for m, n in ((3, 0), (0, 3), (0, 0)):
         q, k, v = qkv(np, 2, 1, m, n, 4)
@@ -441,7 +453,7 @@ def test_shares_are_added_in_the_order_of_tasks():
 def test_plan_names_what_runs(backward):
     x = np.broadcast_to(np.float32(0), (4, 16, 8192, 64))
     plan = cupyflash.plan(x, x, x, causal=True, backward=backward)
-    name, tiles = ("bwd", (256, 512)) if backward else ("fwd", (512, 256))
+    name, tiles = ("bwd", (256, 512)) if backward else ("fwd", (1024, 256))
     assert plan.config == f"cpu {name} float32 d64 q{tiles[0]} kv{tiles[1]}"
     assert (plan.backend, plan.family, plan.block_q, plan.block_kv) == ("cpu", "numpy", *tiles)
     pairs = 4 * 16 * 8192 * 8193 // 2

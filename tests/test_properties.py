@@ -164,7 +164,8 @@ def small_tiles(request, monkeypatch, xp):
     """Small tiles on the CPU, which put many of their borders into small problems."""
     if xp is not np:
         pytest.skip("a kernel's tile sizes are compiled in")
-    monkeypatch.setattr("cupyflash.cpu.tiles._KEPT", 24)
+    monkeypatch.setattr("cupyflash.cpu.tiles._KEPT_QUERIES", 24)
+    monkeypatch.setattr("cupyflash.cpu.tiles._KEPT_KEYS", 16)
     monkeypatch.setattr("cupyflash.cpu.tiles._MOVED_BYTES", 64)
     if request.param == "one by one":
         monkeypatch.setattr("cupyflash.cpu.tiles._TILE_BYTES", 4)

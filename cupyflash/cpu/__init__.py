@@ -45,7 +45,7 @@ def forward(problem: Problem, out: Any = None, lse: Any = None) -> tuple[np.ndar
     Notes
     -----
     A row tile keeps the running maximum m, sum l and weighted values u of its scores, and divides once, at its
-    end. Where the norms of q and k bound all scores of a tile, it takes over the m of the tiles before it.
+    end. Where the norms of q and k bound all its scores, 0 serves as m.
 
     References
     ----------
@@ -139,7 +139,7 @@ def plan(problem: Problem, backward: bool = False) -> cost.Plan:
     >>> x = np.broadcast_to(np.float32(0), (1, 8, 4096, 64))
     >>> plan = cpu.plan(Problem.create(x, x, x))
     >>> plan.config, plan.flops
-    ('cpu fwd float32 d64 q512 kv256', 34359738368)
+    ('cpu fwd float32 d64 q1024 kv256', 34359738368)
     """
     p, tiles = problem, choose_tiles(problem, backward)
     threads = 1 if _is_small(p) else workers.thread_count()

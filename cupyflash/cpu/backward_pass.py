@@ -165,8 +165,8 @@ class BackwardWorker:
             dout[..., :-1] *= p.score_dtype.type(p.dropout.scale)
         if self._wrt & {"q", "k", "bias", "alibi_slopes"}:
             dscores = self._dscores(weights, dout, keys.v, known, dropped)
-            if closed is not None:
-                np.copyto(dscores, 0, where=closed)
+            if closed is not None and not np.isfinite(known.change).all():
+                np.copyto(dscores, 0, where=closed)  # elsewhere the weight 0 has made it 0
             self._add_options(shares, visit, rows, cols, dscores)
             if capped is not None:
                 np.multiply(capped, capped, out=capped)
@@ -233,11 +233,14 @@ class BackwardWorker:
     ) -> np.ndarray:
         """P * (dP - delta + dlse) in its buffer."""
         dscores = self._buffers.take("dscores", *weights.shape)
-        if dropped is None and self._tiles.stack == 1:
+        if dropped is None and self._tiles.stack == 1 and weights.shape[-1] > 1:
             dout[..., -1] = -known.change  # against v's ones
             np.matmul(dout, v.swapaxes(-1, -2), out=dscores)
         else:
-            np.matmul(dout[..., :-1], v[..., :-1].swapaxes(-1, -2), out=dscores)
+            if weights.shape[-1] > 1:
+                np.matmul(dout[..., :-1], v[..., :-1].swapaxes(-1, -2), out=dscores)
+            else:  # summed as delta is, so that the two cancel where a row sees this key alone
+                np.sum(dout[..., :-1] * v[..., :-1], axis=-1, keepdims=True, out=dscores)
             if dropped is not None:
                 np.copyto(dscores, 0, where=dropped)
             dscores -= known.change[..., None]

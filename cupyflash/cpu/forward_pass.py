@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -48,8 +50,8 @@ class ForwardWorker:
         self._buffers = Buffers(problem, tiles, backward=False)
         self._scorer = Scorer(problem, tiles, self._buffers)
         self._sinks = None if problem.sinks is None else Operand(problem.sinks, self._heads)
-        # Norms of the keys are worth a pass over them where they serve more than one tile of rows.
-        self._seeks_small = self._scorer.bare and problem.seqlen_q > tiles.block_q
+        # The norms of the keys cost a pass over n x d numbers, and save two over m x n.
+        self._seeks_small = self._scorer.bare and problem.seqlen_q >= problem.head_dim
         self._norms_of: Any = None
         self._norms: list[float] = []
 
@@ -78,6 +80,7 @@ class ForwardWorker:
         m, l, u = self._summarize(index, kv_index, rows, keys, geometry, q, small)
         if small and ((l < 1e-6).any(where=l > 0) or not np.isfinite(u).all()):
             # Without the maximum as a unit, values of v near the ends of the number range are lost.
+            q = self._scorer.load_q(index, rows, stack)
             m, l, u = self._summarize(index, kv_index, rows, keys, geometry, q, small=False)
         self._finish(index, rows, m, l, u)
 
@@ -103,13 +106,18 @@ class ForwardWorker:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The summary m, l, u of the keys: l and u are ``exp(s - m) @ (1, v)``, m is -inf where no key was seen.
 
-        m is the maximum of a row; where scores are ``small`` it is 0, which saves two passes over each tile.
+        m is the maximum of a row; where scores are ``small`` it is 0, which saves two passes over each tile, and
+        the exponentials may be powers of two, log2(e) being folded into q.
         """
         scorer, take = self._scorer, self._buffers.take
         stack, height = q.shape[:2]
         m = np.full((stack, height), -np.inf, q.dtype)
         l, u = np.zeros_like(m), take("out", stack, height, self._problem.head_dim_v)
         u.fill(0)
+        exponential: np.ufunc = np.exp
+        if small and exp2_is_fast(q.dtype.char):
+            exponential = np.exp2
+            q *= q.dtype.type(math.log2(math.e))
         start, stop = keys
         for col in range(start, stop, self._tiles.block_kv):
             cols = slice(col, min(col + self._tiles.block_kv, stop))
@@ -123,7 +131,7 @@ class ForwardWorker:
             scorer.options(scores, index, seeing, cols, geometry)
             if not small:
                 _subtract_max(scores, own_m, own_l, own_u)
-            p = np.exp(scores, out=scores)
+            p = exponential(scores, out=scores)
             own_l += np.matmul(p, take("ones", p.shape[-1]))
             dropped = scorer.dropped(index, seeing, cols)
             if dropped is not None:
@@ -162,3 +170,14 @@ def _subtract_max(scores: np.ndarray, m: np.ndarray, l: np.ndarray, u: np.ndarra
         u *= kept[..., None]
         m[...] = top
     scores -= shift[..., None]
+
+
+@functools.cache
+def exp2_is_fast(char: str) -> bool:
+    """Whether NumPy has vector code for exp2 on this machine: then it beats exp, which has some everywhere."""
+    try:
+        from numpy.lib.introspect import opt_func_info
+    except ImportError:
+        return False
+    targets = opt_func_info(func_name="^exp2$").get("exp2", {}).get(2 * char, {})
+    return not targets.get("current", "baseline").startswith("baseline")

@@ -16,6 +16,8 @@ from .tiles import Buffers, Index, Operand, Tiles
 # Where all scores lie within +-SMALL (Cauchy-Schwarz), exp neither overflows nor loses a score for want of a maximum.
 SMALL = 32.0
 
+_ALL = slice(None)
+
 
 def distances(rows: slice, cols: slice, offset: int, dtype: np.dtype) -> np.ndarray:
     """|i + offset - j| on the diagonals of a tile, see `toeplitz`."""
@@ -29,14 +31,16 @@ def toeplitz(diagonals: np.ndarray, height: int, width: int) -> np.ndarray:
     return as_strided(diagonals[height - 1 :], (height, width), (-step, step), writeable=False)
 
 
-def _outside(rows: slice, cols: slice, geometry: dict[str, Any]) -> np.ndarray:
-    """Where position forbids inside the lengths: there it depends on j - i alone."""
-    i, j = np.arange(rows.stop - 1, rows.start - 1, -1), np.arange(cols.start, cols.stop)
-    last_row, last_col = (
-        masks.allowed(i[:1], j, **geometry)[0],
-        masks.allowed(i[1:], j[-1:], **geometry)[:, 0],
-    )
-    return toeplitz(~np.concatenate([last_row, last_col]), len(i), len(j))
+def _outside(rows: slice, cols: slice, geometry: dict[str, Any]) -> tuple[np.ndarray, slice]:
+    """Where position forbids in a tile inside the lengths, and between which of its rows that happens."""
+    height, width = rows.stop - rows.start, cols.stop - cols.start
+    # There it depends on j - i alone: the last row, prolonged, passes every diagonal.
+    j = np.arange(cols.start, cols.stop + height - 1)
+    endless = geometry | {"q_length": rows.stop, "kv_length": cols.stop + height}
+    diagonals = ~masks.allowed([rows.stop - 1], j, **endless)[0]
+    first, last = np.flatnonzero(diagonals)[[0, -1]].tolist()
+    between = slice(max(0, height - 1 - last), min(height, height + width - 1 - first))
+    return toeplitz(diagonals, height, width), between
 
 
 class Scorer:
@@ -52,6 +56,9 @@ class Scorer:
         self._mask, self._bias = (None if x is None else Operand(x, p.score_shape) for x in (p.mask, p.bias))
         self._slopes = None if p.alibi_slopes is None else Operand(p.alibi_slopes, heads)
         self._factor = p.score_dtype.type(p.scale)
+        self._always = (
+            p.mask is not None or p.bias is not None or p.alibi_slopes is not None or bool(p.softcap)
+        )
         # Whether the scores are the bare products, and many enough for bounds on them to be worth finding.
         self.bare = tiles.stack == 1 and p.bias is None and p.alibi_slopes is None and p.softcap is None
         if p.dropout is not None:
@@ -96,37 +103,47 @@ class Scorer:
 
         ``capped``: where to keep the tanh of the softcap.
         """
+        start, stop = masks.full_interval(rows.start, rows.stop, **geometry)
+        inside = start <= cols.start <= cols.stop <= stop
+        if inside and not self._always:
+            return None
         if self._softcap is not None:
             softcap = self._dtype.type(self._softcap)
             scores /= softcap
             capped = np.tanh(scores, out=scores if capped is None else capped)
             np.multiply(capped, softcap, out=scores)
-        closed = self._closed(index, rows, cols, geometry)
+        closed, between = self._closed(index, rows, cols, geometry, inside)
         if self._bias is not None:
             bias = self._bias.read(index, rows, cols).astype(self._dtype)
             scores += bias
             if (never := np.isneginf(bias)).any():
-                closed = never if closed is None else closed | never
+                closed, between = (never if closed is None else closed | never), _ALL
         if self._slopes is not None:
             slopes = self._slopes.read(index).astype(self._dtype)
             far = distances(rows, cols, geometry["offset"], self._dtype)
             for matrix, slope in zip(scores, np.broadcast_to(slopes, len(scores))):
                 matrix -= toeplitz(far * slope, *matrix.shape)
         if closed is not None:
-            np.copyto(scores, -np.inf, where=closed)
+            where = closed[:, between] if closed.shape[1] > 1 else closed
+            np.copyto(scores[:, between], -np.inf, where=where)
         return closed
 
-    def _closed(self, index: Index, rows: slice, cols: slice, geometry: dict[str, Any]) -> np.ndarray | None:
-        """Where position or mask forbid, (stack or 1, rows or 1, cols or 1); None: nowhere."""
-        start, stop = masks.full_interval(rows.start, rows.stop, **geometry)
-        closed = None
-        if not start <= cols.start <= cols.stop <= stop:
-            closed = _outside(rows, cols, geometry)[None]
+    def _closed(
+        self, index: Index, rows: slice, cols: slice, geometry: dict[str, Any], inside: bool
+    ) -> tuple[np.ndarray | None, slice]:
+        """Where position or mask forbid, (stack or 1, rows or 1, cols or 1) or None, and between which rows.
+
+        ``inside``: every row sees every key, as far as position goes.
+        """
+        closed, between = None, _ALL
+        if not inside:
+            outside, between = _outside(rows, cols, geometry)
+            closed = outside[None]
         if self._mask is not None:
             hidden = ~self._mask.read(index, rows, cols)
             if hidden.any():
-                closed = hidden if closed is None else closed | hidden
-        return closed
+                closed, between = (hidden if closed is None else closed | hidden), _ALL
+        return closed, between
 
     def dropped(self, index: Index, rows: slice, cols: slice) -> np.ndarray | None:
         """Where dropout drops, (stack, rows, cols); None without dropout."""

@@ -11,10 +11,11 @@ import numpy as np
 
 from ..problem import Problem
 
-# The side of a tile that a task keeps (queries in the forward pass, keys in the backward pass), and the least bytes
-# of scores along the side that it moves over. Keeping the longer side saves reading the other again and again; a
-# tile of 512 KiB stays in a second-level cache beside its operands. Smaller score matrices are stacked up to that.
-_KEPT, _MOVED_BYTES, _TILE_BYTES = 512, 1024, 2**19
+# The longest side of a tile that a task keeps (queries in the forward pass, keys in the backward pass), and the least
+# bytes of scores along the side that it moves over. Keeping the longer side saves reading the other again and again.
+_KEPT_QUERIES, _KEPT_KEYS, _MOVED_BYTES = 1024, 512, 1024
+# Small score matrices are stacked up to a tile of this size, which stays in a second-level cache.
+_TILE_BYTES = 2**19
 
 Index = tuple[Any, ...]  # one int, or one array of ints a stacked matrix, for each leading axis and the head
 
@@ -33,7 +34,7 @@ def choose_tiles(problem: Problem, backward: bool) -> Tiles:
     itemsize, width = p.score_dtype.itemsize, max(p.head_dim, p.head_dim_v)
     elements = _TILE_BYTES // itemsize
     sides = (p.seqlen_k, p.seqlen_q) if backward else (p.seqlen_q, p.seqlen_k)
-    kept = max(1, min(sides[0], _KEPT))
+    kept = max(1, min(sides[0], _KEPT_KEYS if backward else _KEPT_QUERIES))
     moved = max(_MOVED_BYTES // itemsize, min(elements // kept, elements // width))
     moved = max(1, min(sides[1], moved))
     stack = max(1, elements // max(kept * moved, (kept + moved) * width))
