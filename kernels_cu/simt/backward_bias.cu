@@ -8,8 +8,8 @@
 //   shared    a  kBlockQ x kChunk of q, then of dout;   b  kBlockKV x kChunk of k, then of v;   lse, delta  kBlockQ
 //             tile  kBlockQ x kBlockKV: mask and bias; at the end the sums
 //
-//   tile       | load q k | S += q k^T | .. | P | load dO v | dP += dO v^T | .. | sum += P * (r * dP - delta') |
-//   barriers   #          #            #        #           #              #
+//   tile       | addends, load q k | S += q k^T | .. | P | load dO v | dP += dO v^T | .. | sum += P * (r * dP - delta') |
+//   barriers   #                   #            #        #           #              #
 #include "attn/bias_grid.cuh"
 #include "simt/work.cuh"
 
@@ -42,13 +42,8 @@ CF_DEVICE void products(Tile::Scores& acc, SharedStorage& smem, const TensorRows
 }
 
 // Products become weights.
-CF_DEVICE void weigh(Tile::Scores& s, SharedStorage& smem, const Params& p, const Place& at) {
+CF_DEVICE void weigh(Tile::Scores& s, SharedStorage& smem, const Place& at) {
   const Work& work = smem.work;
-  if constexpr (kMaskOrBias) {
-    warp_barrier();                        // the addends before have been read
-    Tile::stage(smem.tile, work.addends, p, at.row, at.col);
-    warp_barrier();                        // the addends are there
-  }
   const bool whole = work.sight.keys_of_all(at.row, at.row + kBlockQ).covers(at.col, at.col + kBlockKV);
   CF_UNROLL
   for (int q = 0; q < kQ; ++q) {
@@ -67,8 +62,9 @@ CF_DEVICE void add_tile(Tile::Scores& sum, SharedStorage& smem, const Params& p,
   if (some.stop <= at.col || at.col + kBlockKV <= some.start) return;
   Tile::Scores weights, dp;
   load_row_numbers<Tile>(smem.lse, smem.delta, work, at.row);
+  if constexpr (kMaskOrBias) AddendTile<Tile>::stage(smem.tile, work.addends, p, at.row, at.col);
   products(weights, smem, work.q, work.k, at, p.head_dim);
-  weigh(weights, smem, p, at);
+  weigh(weights, smem, at);
   products(dp, smem, work.dout, work.v, at, p.head_dim_v);
   const Tile::Bits kept = kDropout ? Tile::keep_bits(work.dropout, at.row, at.col) : 0;
   const Score scale = kDropout ? dropout_scale<Score>(p) : Score(1);
@@ -156,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) cupyflash_backward_bia
   clear(sum);
   bool another_matrix = true;
   for (i64 left = stop - start; left > 0; --left) {
-    block_barrier();                       // description, lse and delta of the tile before have been read
+    block_barrier();                       // what the tile before kept in shared memory has been read
     if (another_matrix) {
       const i32 head = owner.head + walk.head;
       if (thread_index() == 0) {

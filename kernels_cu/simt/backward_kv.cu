@@ -15,8 +15,10 @@
 //             turned  kBlockKV x kBlockQ: mask and bias, then r * P, then P * d(c)/d(a), then dA
 //             lse, delta  kBlockQ
 //
-//   query tile | load q dO | S = q k^T | r P | dv += P^T dO | dP = dO v^T | dA | dk += dA^T q |
-//   barriers   #           #                 w              w                  w              #
+//   query tile | load q dO addends | S = q k^T | r P | dv += P^T dO | dP = dO v^T | dA | dk += dA^T q |
+//   barriers   #                   #                 w              w                  w              #
+//
+// A head dim that does not fit is streamed, and every block of columns repeats the scores.
 #include "simt/work.cuh"
 
 constexpr i32 kPanels = kHeadDim / kChunk, kPanelsV = kHeadDimV / kChunk;
@@ -78,7 +80,7 @@ CF_DEVICE void load_tile_of_queries(SharedStorage& smem, const Params& p, i32 ro
   for (i32 chunk = 0; !is_streamed(p.head_dim_v, kHeadDimV) && chunk * kChunk < p.head_dim_v; ++chunk) {
     load_queries<Tile>(smem.dout[chunk], work.dout, work, row, chunk, p.head_dim_v);
   }
-  if constexpr (kMaskOrBias) Tile::stage(smem.turned, work.addends, p, row, work.first);
+  if constexpr (kMaskOrBias) AddendTile<Tile>::stage(smem.turned, work.addends, p, row, work.first);
 }
 
 // Products become weights. r * P goes to `turned`; P * d(c)/d(a) stays, where it differs.

@@ -11,8 +11,10 @@
 //             v  kBlockKV x kChunk, refilled by chunks;   lse, delta  kBlockQ
 //             ds  kBlockQ x kBlockKV: mask and bias first, then d(c)/d(a), then dA
 //
-//   key tile   | load k v0 | S += q k^T | P | dP += dO v0^T | load v1 | dP += dO v1^T | .. | dA | dq += dA k |
-//   barriers   #           #                                #         #                     w   w            #
+//   key tile   | load k v0 addends | S += q k^T | P | dP += dO v0^T | load v1 | dP += dO v1^T | .. | dA | dq += dA k |
+//   barriers   #                   #                                #         #                     w   w            #
+//
+// A head dim beyond kHeadDim is streamed, and every block of dq's columns repeats the scores.
 #include "simt/work.cuh"
 
 constexpr i32 kPanels = kHeadDim / kChunk, kPanelsV = kHeadDimV / kChunk;
@@ -45,7 +47,7 @@ CF_DEVICE void load_resident(SharedStorage& smem, const Params& p) {
   }
 }
 
-// S = q k^T; all of k, or its chunks one after the other, and the first chunk of v are loaded on the way.
+// S = q k^T; all of k, or its chunks one after the other, the first chunk of v and the addends are loaded on the way.
 CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i32 col) {
   const Work& work = smem.work;
   const bool streamed = is_streamed(p.head_dim, kHeadDim);
@@ -59,6 +61,7 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i
         load_keys<Tile>(smem.k[panel], work.k, work, col, chunk + panel, p.head_dim);
       }
       if (chunk == 0 && p.head_dim_v > 0) load_keys<Tile>(smem.v, work.v, work, col, 0, p.head_dim_v);
+      if (kMaskOrBias && chunk == 0) AddendTile<Tile>::stage(smem.ds, work.addends, p, work.first, col);
       block_barrier();                     // the tiles are there
     }
     const i32 panel = streamed ? 0 : chunk;
@@ -69,14 +72,9 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i
 }
 
 // Products become weights, P; d(c)/d(a) waits in this thread's places of ds.
-CF_DEVICE void weigh(Tile::Scores& s, SharedStorage& smem, const Params& p, i32 col) {
+CF_DEVICE void weigh(Tile::Scores& s, SharedStorage& smem, i32 col) {
   const Work& work = smem.work;
   const bool whole = keys_of_all_live_rows(work).covers(col, col + kBlockKV);
-  if (kMaskOrBias || kSoftcapOrAlibi) warp_barrier();      // dA of the tile before has been read
-  if constexpr (kMaskOrBias) {
-    Tile::stage(smem.ds, work.addends, p, work.first, col);
-    warp_barrier();                        // the addends are there
-  }
   CF_UNROLL
   for (int q = 0; q < kQ; ++q) {
     Score derivative[kK];
@@ -150,7 +148,7 @@ CF_DEVICE void add_item(Score (&acc)[kQ][kCols], SharedStorage& smem, const Para
   for (i32 col = tile_floor(keys_of_block(work).start, kBlockKV); col < keys_of_block(work).stop; col += kBlockKV) {
     Tile::Scores weights, dp;
     products(weights, smem, p, col);
-    weigh(weights, smem, p, col);
+    weigh(weights, smem, col);
     value_products(dp, smem, p, col);
     warp_barrier();                        // what the warp's rows of ds held has been read
     store_ds(weights, dp, smem, p, col, slope_sum);

@@ -10,10 +10,11 @@
 //             k  kBlockKV x kChunk, refilled by chunks of the head dim;   v  kBlockKV x kHeadDimV
 //             weights  kBlockQ x kBlockKV: mask and bias first, then exp(s - m)
 //
-//   key tile   | load k0 v | S += q0 k0^T | load k1 | S += q1 k1^T | ... | softmax | O = O * rescale + P v |
-//   barriers   #           #              #         #                        w w                            #
+//   key tile   | load k0 v addends | S += q0 k0^T | load k1 | S += q1 k1^T | ... | softmax | O = O * rescale + P v |
+//   barriers   #                   #              #         #                       w w                            #
 //
-// (# block, w warp.) 16-bit elements become float32 on the way into shared memory; all arithmetic is in Score.
+// (# block, w warp.) 16-bit elements become float32 on the way into shared memory; all arithmetic is in Score. Head dims
+// are of any size: beyond kHeadDim q is streamed, and beyond kHeadDimV every block of columns repeats the scores.
 #include "simt/work.cuh"
 
 constexpr i32 kPanels = kHeadDim / kChunk;
@@ -31,7 +32,7 @@ static_assert(sizeof(SharedStorage) == kSharedBytes, "the launch gives what the 
 static_assert(sizeof(Score) * kBlockQ * kHeadDimV <= kSharedBytes - sizeof(Work), "results leave through shared memory");
 static_assert(kHeadDim % kChunk == 0 && kHeadDimV % (kLanesX * kVec) == 0, "whole chunks, whole column groups");
 
-// S = q k^T for the key tile at `col`; v of that tile is loaded with the first chunk.
+// S = q k^T for the key tile at `col`; its v and its addends are loaded with the first chunk.
 CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i32 col) {
   const Work& work = smem.work;
   const bool streamed = kStreamed && p.head_dim > kHeadDim;
@@ -44,6 +45,7 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i
       const i32 col_v = work.split * kHeadDimV;
       load_tile<kBlockKV, kHeadDimV, kHeadDimV, Tile::Keys>(smem.v, work.v, col, work.sight.kv_length, col_v,
                                                             smaller(col_v + kHeadDimV, p.head_dim_v));
+      if constexpr (kMaskOrBias) AddendTile<Tile>::stage(smem.weights, work.addends, p, work.first, col);
     }
     block_barrier();                     // the tiles are there
     const Score* q = smem.q[streamed ? 0 : chunk] + lane_y() * kRow;
@@ -53,14 +55,9 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i
 }
 
 // Products become scores.
-CF_DEVICE void shape_scores(Tile::Scores& s, SharedStorage& smem, const Params& p, i32 col) {
+CF_DEVICE void shape_scores(Tile::Scores& s, SharedStorage& smem, i32 col) {
   const Work& work = smem.work;
   const bool whole = keys_of_all_live_rows(work).covers(col, col + kBlockKV);
-  if constexpr (kMaskOrBias) {
-    warp_barrier();                      // the weights before have been read
-    Tile::stage(smem.weights, work.addends, p, work.first, col);
-    warp_barrier();                      // the addends are there
-  }
   CF_UNROLL
   for (int q = 0; q < kQ; ++q) {
     Score unused[kK];
@@ -126,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) cupyflash_forward(cons
   for (i32 col = tile_floor(keys_of_block(work).start, kBlockKV); col < keys_of_block(work).stop; col += kBlockKV) {
     Tile::Scores s;
     products(s, smem, p, col);
-    shape_scores(s, smem, p, col);
+    shape_scores(s, smem, col);
     softmax.update(s, factor);
     scale_rows(acc, factor);
     warp_barrier();                      // the weights before have been read

@@ -21,6 +21,7 @@ template <bool kQueriesOnY> struct ScoreTile {
   static_assert(kQ * kK <= 64, "one bit each");
   using Queries = QuerySlots<kQueryLanes>;
   using Keys = KeySlots<kKeyLanes>;
+  static constexpr bool kOnY = kQueriesOnY;
   using Scores = Score[kQ][kK];
   using Bits = typename BitsOf<(kQ * kK > 32)>::Type;
 
@@ -41,43 +42,6 @@ template <bool kQueriesOnY> struct ScoreTile {
     for (int q = 0; q < kQ; ++q) {
       CF_UNROLL
       for (int k = 0; k < kK; ++k) tile[place(q, k)] = s[q][k];
-    }
-  }
-
-  // Mask and bias of the warp's y slots into `tile`; lanes run along keys, as memory mostly does.
-  template <class Bias> static CF_DEVICE void stage_as(Score* tile, const Addends& from, const Params& p, i32 row, i32 col) {
-    constexpr i32 kOwn = kWarpLanesY * kY, kAll = kLanesX * kX, kBatch = 4;
-    static_assert(kOwn * kAll % (32 * kBatch) == 0, "whole batches");
-    const Bias* bias = in_global(static_cast<const Bias*>(from.bias));
-    const u8* mask = in_global(from.mask);
-    CF_UNROLL_1
-    for (i32 first = lane_index(); first < kOwn * kAll; first += 32 * kBatch) {
-      Score value[kBatch];
-      i32 place[kBatch];
-      CF_UNROLL
-      for (int n = 0; n < kBatch; ++n) {
-        const i32 move = first + 32 * n;
-        const i32 own = kQueriesOnY ? move / kAll : move % kOwn, x = kQueriesOnY ? move % kAll : move / kOwn;
-        const i32 y = warp_index() * kWarpLanesY + own % kWarpLanesY + own / kWarpLanesY * kLanesY;
-        const i64 i = row + Queries::index(kQueriesOnY ? y : x), j = col + Keys::index(kQueriesOnY ? x : y);
-        place[n] = y * kStep + x;
-        value[n] = Score(0);
-        if (i < p.seqlen_q && j < p.seqlen_k) {
-          if (bias != nullptr) value[n] = convert<Score>(bias[from.bias_first + i * from.bias_row + j * from.bias_col]);
-          if (mask != nullptr) value[n] = masked(value[n], mask[i * from.mask_row + j * from.mask_col]);
-        }
-      }
-      CF_UNROLL
-      for (int n = 0; n < kBatch; ++n) tile[place[n]] = value[n];
-    }
-  }
-
-  static CF_DEVICE void stage(Score* tile, const Addends& from, const Params& p, i32 row, i32 col) {
-    switch (from.bias_kind) {
-      case kFloat16: return stage_as<float16>(tile, from, p, row, col);
-      case kBFloat16: return stage_as<bfloat16>(tile, from, p, row, col);
-      case kFloat32: return stage_as<float>(tile, from, p, row, col);
-      default: return stage_as<double>(tile, from, p, row, col);
     }
   }
 

@@ -7,7 +7,7 @@
 #include "attn/schedule.cuh"
 #include "attn/score.cuh"
 #include "attn/softmax.cuh"
-#include "simt/scores.cuh"
+#include "simt/addends.cuh"
 #include "simt/transfer.cuh"
 
 struct alignas(16) Work {

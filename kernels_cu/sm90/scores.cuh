@@ -91,7 +91,7 @@ CF_DEVICE void apply_mask(Scores& s, const Addends& a, i32 row, i32 last_row, i3
   for (int h = 0; h < 2; ++h) {
     const u8* allowed = a.mask + smaller(row + 8 * h, last_row) * a.mask_row + col * a.mask_col;
     if (a.mask_col == 0) {
-      add_to_row(s, h, masked(0.0f, *allowed));
+      add_to_row(s, h, *allowed != 0 ? 0.0f : -Limits<float>::infinity());
     } else {
       for_pairs(allowed, count, [&](int j, Packed<u8, 2> pair) {
         CF_UNROLL
