@@ -128,20 +128,19 @@ def host() -> dict[str, float]:
 
 def memory() -> list[dict[str, Any]]:
     """Peak pool bytes beyond inputs and results, one head of float16 x 128, by length."""
-    pool = cp.get_default_memory_pool()
     rows = []
     held: Any = ()
     for length in (25_000, 50_000, 100_000, 200_000):
         q, k, v, dout = operands(np.float16, (1, 1, length, 128))
         for backward in (False, True):
             cp.cuda.Device().synchronize()
-            pool.free_all_blocks()
-            start = pool.total_bytes()
+            pool = cp.cuda.MemoryPool()
             began = time.perf_counter()
-            if backward:
-                held = cupyflash.attention_backward(dout, q, k, v, *held)
-            else:
-                held = cupyflash.attention(q, k, v, return_lse=True)
+            with cp.cuda.using_allocator(pool.malloc):
+                if backward:
+                    held = cupyflash.attention_backward(dout, q, k, v, *held)
+                else:
+                    held = cupyflash.attention(q, k, v, return_lse=True)
             cp.cuda.Device().synchronize()
             spent = time.perf_counter() - began
             results = sum(x.nbytes for x in held if x is not None)
@@ -150,7 +149,7 @@ def memory() -> list[dict[str, Any]]:
                 {
                     "length": length,
                     "pass": "backward" if backward else "forward",
-                    "extra_bytes": pool.total_bytes() - start - results,
+                    "extra_bytes": pool.total_bytes() - results,
                     "planned_bytes": planned.workspace_bytes + planned.copied_bytes,
                     "kernel": planned.config,
                     "seconds": spent,
@@ -164,15 +163,16 @@ def memory() -> list[dict[str, Any]]:
 def main() -> None:
     """Measure and write."""
     device = cp.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    forced = os.environ.get("CUPYFLASH_FAMILY")
     report = {
         "device": device,
         "cuda_driver": cp.cuda.runtime.driverGetVersion(),
         "nvrtc": list(cp.cuda.nvrtc.getVersion()),
         "cupy": cp.__version__,
         "cupyflash": cupyflash.__version__,
-        "family": os.environ.get("CUPYFLASH_FAMILY", "default"),
+        "family": forced or "default",
         "date": time.strftime("%Y-%m-%d"),
-        "command": "python scripts/bench_gpu.py",
+        "command": (f"CUPYFLASH_FAMILY={forced} " if forced else "") + "python scripts/bench_gpu.py OUT.json",
         "shape": SHAPE,
     }
     report |= {"beside_plain": beside_plain(), "options": options(), "host_us": host(), "memory": memory()}

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cupyflash.cli import main
+from cupyflash.cuda import module
 
-COMMANDS = ("check", "estimate", "info", "mask", "online", "run")
+COMMANDS = ("bench", "check", "compile", "estimate", "info", "mask", "online", "run")
 FILES = (
     "good.npz",
     "q.npy",
@@ -56,6 +57,7 @@ SIZED = {
     "--shape",
     "--seqlen-k",
     "--lengths",
+    "--rounds",
     "--repeat",
     "--sample",
     "--heads-kv",
@@ -93,6 +95,12 @@ PLAUSIBLE = {
     "--lengths": st.sampled_from(["8,16", "9,20,41"]),
     "--heads-kv": st.sampled_from(["1", "2"]),
     "--backend": st.just("cpu"),
+    "--arch": st.sampled_from(["60", "75,80", "37", "1000"]),
+    "--head-dim": st.sampled_from(["1", "64", "48,300"]),
+    "--option": st.sampled_from(["causal", "bias", "dropout", "all"]),
+    "--family": st.sampled_from(["simt", "sm80", "sm90", "none"]),
+    "--pass": st.sampled_from(["forward", "backward"]),
+    "--rounds": st.sampled_from(["1", "2"]),
     "--claim": st.sampled_from(["exactness", "memory", "speed"]),
     "--scores": st.just("1000,1001,-inf,nan"),
     "--values": st.just("2,4,8,1"),
@@ -133,6 +141,18 @@ def directory():
         os.chdir(home)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_compiled():
+    """`compile` stops short of the compiler, which takes seconds a kernel."""
+
+    def compile_offline(config, cc):
+        return module.Report(config, config.arch(cc), 1, 0, 0, config.shared_bytes, 0.1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "compile_offline", compile_offline)
+        yield
+
+
 def options_of(name):
     """Every option's longest spelling, with whether it takes a value."""
     command = main.get_command(click.Context(main), name)
@@ -147,6 +167,10 @@ def command_lines(draw):
     words = [name]
     if name == "check":
         words += ["--shape", "1,2,9,4", "--lengths", "8,16"]
+    if name == "bench":
+        words += ["--shape", "1,2,9,4", "--backend", "cpu", "--rounds", "1"]
+    if name == "compile":
+        words += ["--arch", draw(st.sampled_from(["75", "90", "37", "80,120"]))]
     if name == "run":
         words += draw(st.sampled_from([["--shape", "1,2,9,4"], ["--npz", "good.npz"]]))
     choices = options_of(name) + [("--help", False), ("--unknown", False)] * wild
@@ -179,5 +203,5 @@ def test_no_command_line_ends_in_a_traceback(words):
 @settings(max_examples=40)
 @given(st.lists(st.sampled_from(COMMANDS) | anything, max_size=4))
 def test_no_words_end_in_a_traceback(words):
-    if not {"check", "run"} & set(words):  # with their defaults these are long
+    if not {"bench", "check", "compile", "run"} & set(words):  # with their defaults these are long
         end(words)

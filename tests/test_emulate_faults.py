@@ -9,7 +9,8 @@ import pytest
 from emulated import needs_compiler, vjp_on
 from support import check, normal, qkv
 
-from cupyflash.cuda import configs, recipe
+from cupyflash import dropout_mask
+from cupyflash.cuda import configs, recipe, source
 from cupyflash.cuda.emulate import EmulationError, Machine
 
 pytestmark = needs_compiler
@@ -66,11 +67,96 @@ def test_a_planted_fault_is_named(name):
         check(*qkv(np, 1, 2, 33, 130, 64, heads_kv=1), via=vjp_on(machine), backward=False)
 
 
+def tile_of(kernel):
+    """(block_q, block_kv) of the kernel that the comparisons below run."""
+    geometry = configs.choose("simt", kernel, "float32", 64, 64, (False,) * 3, PORTABLE).geometry
+    return geometry.block_q, geometry.block_kv
+
+
+def turned():
+    """One comparison of a shared header turned over: (header, what stands there, what it becomes, options, backward).
+
+    Options put the edge of what is seen where the comparison decides.
+    """
+    (block_q, block_kv), (moved_q, kept_kv) = tile_of("forward"), tile_of("backward_kv")
+    next_tile = (
+        -(-kept_kv // moved_q) * moved_q
+    )  # the first row of a query tile, the last that key kept_kv - 1 has
+    within = {"query_offset": 0}
+    blind = {"mask": np.arange(150)[:, None] != 3}
+    rare = {"dropout_p": 1 - 1 / 65536}
+    yield "mask", "x >= start && x < stop", "x > start && x < stop", within | {"window": (9, None)}, False
+    yield "mask", "x >= start && x < stop", "x >= start && x <= stop", {"kv_lengths": 100}, False
+    yield (
+        "mask",
+        "last + offset + right + 1,",
+        "last + offset + right,",
+        within | {"window": (None, 0)},
+        False,
+    )
+    yield (
+        "mask",
+        "row_stop - 1 + offset",
+        "row_stop - 2 + offset",
+        within | {"window": (block_q - 2, None)},
+        False,
+    )
+    yield (
+        "mask",
+        "row + offset + right + 1,",
+        "row + offset + right + 2,",
+        within | {"window": (None, block_kv - 2)},
+        False,
+    )
+    yield (
+        "mask",
+        "last - offset + left + 1",
+        "last - offset + left",
+        within | {"window": (next_tile - kept_kv + 1, None)},
+        True,
+    )
+    yield "dropout", ") < threshold) << (2 * n);", ") <= threshold) << (2 * n);", rare, False
+    yield "dropout", ">> 16) < threshold", ">> 16) <= threshold", rare, False
+    yield "softmax", "return m == -Limits", "return m != -Limits", blind, False
+    yield (
+        "softmax",
+        "maximum(m[u], RowLanes::max(tile_max))",
+        "RowLanes::max(tile_max)",
+        {"scale": 30.0},
+        False,
+    )
+    yield "softmax", "factor = sum == Score(0)", "factor = sum != Score(0)", {}, False
+    yield "softmax", "lse = overflow ? top", "lse = !overflow ? top", {}, False
+    yield "softmax", "return lse == -Limits", "return lse != -Limits", {}, True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("header", "old", "new", "options", "backward"), [*turned()])
+def test_a_turned_comparison_of_a_shared_header_is_noticed(header, old, new, options, backward):
+    assert (source.kernels_root() / f"attn/{header}.cuh").read_text().count(old) == 1
+    machine = Machine(compute_capability=PORTABLE, edit=lambda text: text.replace(old, new))
+    if "dropout_p" in options:
+        options = options | {"dropout_seed": _seed_of_a_word(1)}
+    with pytest.raises((AssertionError, EmulationError)):
+        check(*qkv(np, 1, 1, 150, 150, 64), via=vjp_on(machine), backward=backward, **options)
+
+
+def _seed_of_a_word(threshold):
+    """A seed under which words of either half equal the threshold somewhere in the matrix."""
+    for seed in range(1000):
+        below, upto = (
+            dropout_mask((1, 1, 150, 150), 1 - x / 65536, seed=seed)[0, 0] for x in (threshold, threshold + 1)
+        )
+        equal = upto & ~below
+        if equal[:, ::2].any() and equal[:, 1::2].any():
+            return seed
+    raise AssertionError("no such seed")
+
+
 # Barriers whose hazard others on the way close as well: (file, comment).
 IDLE = {
     ("simt/forward.cu", "the weights before have been read"),
     ("simt/backward_q.cu", "what the warp's rows of ds held has been read"),
-    ("simt/backward_bias.cu", "the addends before have been read"),
     ("simt/backward_bias.cu", "the addends have been read"),
     ("simt/backward_bias.cu", "column 0 is there"),
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 from support import BFLOAT16, assert_same, host, qkv
@@ -40,6 +43,18 @@ def test_torch_tensors_are_read_in_place(cupy, torch):
     dout = cupy.ones((1, 1, 9, 8), np.float32)
     zeros = cupyflash.attention_vjp(*map(cupy.from_dlpack, (q, k, v)))[1](dout)
     assert_same(host(vjp(dout).v), host(zeros.v))
+
+
+def test_the_readme_shares_the_stream_of_pytorch(cupy, torch):
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    [example] = re.findall(r"<!-- torch -->\n```python\n(.*?)```", text, re.DOTALL)
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            names = {}
+            exec(example, names)
+            q, k, v, out = (names[name] for name in ("q", "k", "v", "out"))
+            expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+            torch.testing.assert_close(out, expected, atol=2e-3, rtol=1e-2)
 
 
 def test_work_of_the_producer_comes_first(cupy, torch):
