@@ -22,7 +22,7 @@ PREPOST = "prepost"  # what stands before and after the attention kernels of any
 PREPOST_KERNELS = ("delta", "sum_partials", "sum_rows", "combine")
 PREPOST_THREADS = 256
 ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
-# By family: (kernel, bytes of the score type), or these and the options, -> geometries.
+# By family -> geometries. Keys: (kernel, bytes of the score type), also with the options, also with the architecture.
 TABLES: dict[str, dict[Any, tuple[Any, ...]]] = {"sm90": sm90.TABLE, "sm80": sm80.TABLE, "simt": simt.TABLE}
 WIDER_THAN_ANY = 2**30  # a head dim beyond every bucket
 # KiB of shared memory that a block may have, by the least compute capability it holds from.
@@ -116,7 +116,12 @@ def _constant(name: str, value: int | bool) -> str:
 
 def shared_limit(cc: int) -> int:
     """Bytes of shared memory that a block may have."""
-    return 1024 * SHARED_LIMITS[max(known for known in SHARED_LIMITS if known <= cc)]
+    return 1024 * SHARED_LIMITS[_known(cc)]
+
+
+def _known(cc: int) -> int:
+    """The newest compute capability that we know and that is not newer."""
+    return max(known for known in SHARED_LIMITS if known <= cc)
 
 
 @functools.cache
@@ -140,7 +145,8 @@ def choose(
     if kernel in PREPOST_KERNELS:
         return Config(PREPOST, kernel, dtype)
     key = (kernel, 8 if dtype == "float64" else 4)
-    rows = TABLES[family].get((*key, options)) or TABLES[family][key]
+    table = TABLES[family]
+    rows = table.get((*key, options, _known(cc))) or table.get((*key, options)) or table[key]
     fitting = [
         row
         for row in sorted(rows, key=lambda row: row.head_dim)

@@ -144,10 +144,13 @@ def compile_offline(config: Config, compute_capability: int) -> Report:
         raise RuntimeError(
             f"NVRTC {version} has no sm_{compute_capability}; it compiles for {', '.join(map(str, known))}"
         )
+    caches = nvrtc.getVersion() >= (12, 9)  # and what comes out of NVRTC's own cache has no log
+    uncached = ("--no-cache",) if caches else ()
+    options = (*OPTIONS, *CUPY_OPTIONS, f"-arch=sm_{arch}", "--ptxas-options=-v", *uncached)
     start = time.perf_counter()
     program = nvrtc.createProgram(config.source(), "kernel.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (*OPTIONS, *CUPY_OPTIONS, f"-arch=sm_{arch}", "--ptxas-options=-v"))
+        nvrtc.compileProgram(program, options)
         log = nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError:
         raise CompileError(config, arch, nvrtc.getProgramLog(program)) from None
