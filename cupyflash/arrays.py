@@ -46,7 +46,10 @@ def as_operand(x: Any, name: str) -> Any:
         return _from_device(x, name)
     if hasattr(x, "__dlpack__") and not hasattr(x, "__array__"):
         return np.from_dlpack(x)
-    return np.asarray(x)
+    try:
+        return np.asarray(x)
+    except ValueError as error:
+        raise ValueError(f"{name} is no array: {error}") from None
 
 
 def native(x: Any) -> Any:

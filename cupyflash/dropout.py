@@ -8,6 +8,7 @@ module make the same mask. Nothing is stored, and there is no global state.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -192,6 +193,8 @@ def dropout_mask(
     >>> bool((part[0] == mask[1, 50:]).all())
     True
     """
+    if not isinstance(shape, Iterable):
+        raise TypeError(f"shape must be (..., heads, m, n) or (m, n), got {checks.describe(shape)}")
     sizes = tuple(checks.integer(size, f"shape[{axis}]", low=0) for axis, size in enumerate(shape))
     if len(sizes) < 2:
         raise ValueError(f"shape must be (..., heads, m, n) or (m, n), got {shape}")

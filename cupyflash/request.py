@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +74,8 @@ def wanted_gradients(problem: Problem, wrt: Any, targets: Gradients | None = Non
         return tuple(name for name in GRADIENT_NAMES if getattr(targets, name) is not None)
     if isinstance(wrt, str):
         wrt = (wrt,)
+    if not isinstance(wrt, Iterable):
+        raise TypeError(f"wrt must be names of arguments, got {checks.describe(wrt)}")
     for name in wrt:
         if name not in GRADIENT_NAMES:
             raise ValueError(f"wrt names {name!r}; expected a selection of {', '.join(GRADIENT_NAMES)}")

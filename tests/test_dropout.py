@@ -179,6 +179,7 @@ def test_empty_masks(shape):
         ({"origin": (np.array([0, 2**32 - 1]), 0, 0)}, ValueError, "lead to 0 .. 4294967296"),
         ({"origin": ([1, 2, 3], 0, 0)}, ValueError, "must broadcast"),
         ({"shape": (3,)}, ValueError, "shape must be"),
+        ({"shape": 3}, TypeError, "shape must be"),
         ({"shape": (2, -1, 4)}, ValueError, r"shape\[1\]"),
     ],
 )

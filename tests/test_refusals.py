@@ -69,6 +69,7 @@ OPTIONS = {
     "window three": (lambda xp: {"window": (1, 2, 3)}, ValueError, "window must be a pair ... (1, 2, 3)"),
     "window float": (lambda xp: {"window": (1.0, 0)}, TypeError, "window[0] must be an integer ... 1.0"),
     "window negative": (lambda xp: {"window": (0, -1)}, ValueError, "window[1] must be at least 0 ... -1"),
+    "bias ragged": (lambda xp: {"bias": [[1.0, 2.0], [3.0]]}, ValueError, "bias is no array"),
     "mask dtype": (
         lambda xp: {"mask": xp.ones((M, N), np.int32)},
         TypeError,

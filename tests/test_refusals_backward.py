@@ -60,6 +60,7 @@ BACKWARD = {
         ValueError,
         "wrt names 'mask' ... q, k, v, bias, sinks, alibi_slopes",
     ),
+    "wrt no names": (lambda xp: {"wrt": 3}, TypeError, "wrt must be names ... got 3 (int)"),
     "wrt not given": (lambda xp: {"wrt": "bias"}, ValueError, "wrt names 'bias' ... no bias= was given"),
     "grads_out a tuple": (
         lambda xp: {"grads_out": (ones(xp, 1, 4, M, 8),)},
