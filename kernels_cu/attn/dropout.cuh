@@ -24,9 +24,10 @@ struct DropoutStream {
   u32 key0, key1, t, offset, threshold;
   i64 origin_i, origin_j;      // added to rows and columns
 
-  CF_DEVICE Words words_of(u32 i, u32 j) const {
-    return philox4x32_7({{4 * (j / 16) + (j % 8) / 2, 8 * (i / 16) + i % 8, t, offset}}, key0, key1);
+  CF_DEVICE Words counter_of(u32 i, u32 j) const {
+    return {{4 * (j / 16) + (j % 8) / 2, 8 * (i / 16) + i % 8, t, offset}};
   }
+  CF_DEVICE Words words_of(u32 i, u32 j) const { return philox4x32_7(counter_of(i, j), key0, key1); }
 
   // Whether the groups of the whole matrix fall together with those of this shard: then `group` may be used.
   CF_DEVICE bool aligned() const { return (origin_i | origin_j) % 16 == 0; }
