@@ -31,7 +31,7 @@ def small_kernels(cc):
             covered.add((dtype, kernel))
             for options in bits:
                 dim = SMALL_HEAD_DIM
-                found[configs.choose(family.name, kernel, dtype, dim, dim, options, cc, True)] = True
+                found[configs.choose(family.name, kernel, dtype, dim, dim, options, cc)] = True
     return list(found)
 
 

@@ -23,8 +23,8 @@ def hopper(cupy):
 
 
 def row_of(d):
-    """The row of a plain call with few queries."""
-    return configs.choose("sm90", "forward", "bfloat16", d, d, (False,) * 3, 90, True).geometry
+    """The row of a plain call."""
+    return configs.choose("sm90", "forward", "bfloat16", d, d, (False,) * 3, 90).geometry
 
 
 def tile_of(d):
@@ -151,11 +151,29 @@ def test_the_slow_path_is_taken_where_it_must_be_and_only_there(cupy, marked, d)
 
 
 @pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("row", [0, 17, 40, 63, 64, 89])
+def test_one_warp_alone_forms_its_scores_again(cupy, d, row):
+    keys = np.where(np.arange(KEYS) < KEYS - 2 * tile_of(d), 100.0, 0.0)
+    q, k, v = scored(cupy, keys, d, BFLOAT16)
+    q[..., 0] = 0
+    q[:, :, row, 0] = 1
+    check(q, k, v, scale=1.0, backward=False)
+    check(q, k, v, scale=1.0, dropout_p=0.3, dropout_seed=1, backward=False)
+
+
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("softcap", [None, 8.0, 64.0, 65.0])
+@pytest.mark.parametrize("offset", [-400, 0, 3, 500, 2000])
+def test_softcap_and_alibi_on_either_side_of_the_diagonal(cupy, d, softcap, offset):
+    q, k, v = qkv(cupy, 1, 2, 200, KEYS, d, dtype=BFLOAT16)
+    slopes = cupy.asarray(np.float32([0.3, -0.01]))
+    check(q, k, v, softcap=softcap, alibi_slopes=slopes, query_offset=offset, backward=False)
+    check(8 * q, k, v, softcap=softcap, backward=False)
+
+
+@pytest.mark.parametrize("d", DIMS)
 def test_lengths_around_the_edges_of_tiles(cupy, d):
-    tile, rows = (
-        tile_of(d),
-        configs.choose("sm90", "forward", "bfloat16", d, d, (False,) * 3, 90).geometry.block_q,
-    )
+    tile, rows = tile_of(d), row_of(d).block_q
     edges = sorted({n + step for n in (1, 16, 64, tile, 2 * tile, 3 * tile) for step in (-1, 0, 1)} - {0})
     for n in edges:
         check(*qkv(cupy, 1, 2, 100, n, d, dtype=BFLOAT16, seed=n), causal="bottom_right", backward=False)

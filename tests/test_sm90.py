@@ -21,8 +21,8 @@ OPTIONS = list(itertools.product((False, True), repeat=len(configs.OPTION_BITS))
 HEAD_DIMS = [(row.head_dim, row.head_dim_v) for row in sm90.PLAIN]
 
 
-def config(dims, options, dtype="bfloat16", *, short=False):
-    return configs.choose("sm90", "forward", dtype, *dims, options, 90, short)
+def config(dims, options, dtype="bfloat16"):
+    return configs.choose("sm90", "forward", dtype, *dims, options, 90)
 
 
 def faults(config):
@@ -38,7 +38,6 @@ def faults(config):
     "config",
     [
         config((64, 64), OPTIONS[0]),
-        config((64, 64), OPTIONS[0], short=True),
         config((128, 128), OPTIONS[0], "float16"),
         config((256, 256), OPTIONS[-1]),
     ],
@@ -225,16 +224,6 @@ def test_every_option_and_pair_of_options_is_planned_here(dtype, d, e):
             options.pop("query_offset", None)
         p = cupyflash.plan(q, k, v, arch=90, **options)
         assert (p.family, len(p.kernels)) == ("sm90", 1), f"{a} with {b}: {p}"
-
-
-def test_calls_of_few_queries_take_smaller_tiles():
-    def blocks(m, **options):
-        q, k = (np.broadcast_to(np.float16(0), (1, 1, n, 64)) for n in (m, 2000))
-        return cupyflash.plan(q, k, k, arch=90, **options).block_q
-
-    assert blocks(sm90.SHORT_QUERIES) == 128
-    assert blocks(sm90.SHORT_QUERIES + 1) == 192
-    assert blocks(sm90.SHORT_QUERIES, softcap=1.0) == 192
 
 
 def test_one_query_of_many_keys_goes_where_keys_are_cut():

@@ -133,11 +133,8 @@ def choose(
     head_dim_v: int,
     options: tuple[bool, ...],
     cc: int,
-    short: bool = False,
 ) -> Config:
     """The config that runs a kernel for these head dims on a device of that compute capability.
-
-    `short` calls have at most `sm90.SHORT_QUERIES` queries.
 
     Of the rows that fit its shared memory: the first in the smallest bucket that holds both head dims, else the first
     in the largest.
@@ -155,10 +152,7 @@ def choose(
     need = min(max(head_dim, head_dim_v), fitting[-1].head_dim)
     need_v = min(head_dim_v, need)
     row = next(row for row in fitting if row.head_dim >= need and row.head_dim_v >= need_v)
-    geometry = row.for_dims(kernel, head_dim, head_dim_v)
-    if short and isinstance(geometry, sm90.Geometry):
-        geometry = geometry.for_short()
-    return Config(family, kernel, dtype, geometry, options)
+    return Config(family, kernel, dtype, row.for_dims(kernel, head_dim, head_dim_v), options)
 
 
 def kernels_of(family: str) -> tuple[str, ...]:
@@ -187,8 +181,7 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
         for dtype, kernel in itertools.product(family.dtypes, (*kernels_of(family.name), *PREPOST_KERNELS)):
             for dims, options in itertools.product([*sorted(buckets), *wider], bits):
                 config = choose(family.name, kernel, dtype, *dims, options, one)
-                short = choose(family.name, kernel, dtype, *dims, options, one, True)
-                seen |= dict.fromkeys([config, short, *in_runs(config)])
+                seen |= dict.fromkeys([config, *in_runs(config)])
     yield from seen
 
 

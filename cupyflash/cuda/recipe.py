@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import sm80, sm90
+from . import sm80
 from .configs import Config, choose, in_runs
 from .params import ADDRESSES, Layout, build_record
 from .simt import ceil
@@ -240,8 +240,7 @@ class _Backward:
 
 def _config(family: str, kernel: str, cc: int, sizes: Sizes) -> Any:
     s = sizes
-    short = s.seqlen_q <= sm90.SHORT_QUERIES
-    return choose(family, kernel, s.dtype.name, s.head_dim, s.head_dim_v, s.options, cc, short)
+    return choose(family, kernel, s.dtype.name, s.head_dim, s.head_dim_v, s.options, cc)
 
 
 def _own(record: np.ndarray) -> int:

@@ -10,7 +10,6 @@ from .wgmma import wrapper
 if TYPE_CHECKING:
     from .recipe import Sizes
 
-SHORT_QUERIES = 1024
 ALIGNMENT_BYTES = 1024  # of swizzled tiles; dynamic shared memory is rounded up to it
 REGISTERS = 65536  # of a multiprocessor
 
@@ -25,14 +24,15 @@ class Geometry(NamedTuple):
     stages: int  # of the pipelines of keys and of values
     ping_pong: bool  # consumers start products in turns
     optimistic: bool  # steps without a maximum
-    own_out: bool  # results have a buffer of their own, else they lie over the queries
+    q_stages: int  # query tiles in shared memory
+    out_panels: int  # of 64 columns that results take at a time on their way out
     producer_registers: int
     consumer_registers: int
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"/{self.head_dim_v}")
         words = [dims, f"q{self.block_q}", f"kv{self.block_kv}", f"s{self.stages}"]
-        flags = {"pp": self.ping_pong, "opt": self.optimistic, "own": self.own_out}
+        flags = {"pp": self.ping_pong, "opt": self.optimistic}
         return " ".join(words + [word for word, on in flags.items() if on])
 
     @property
@@ -51,7 +51,8 @@ class Geometry(NamedTuple):
             "kHeadDimV": self.head_dim_v,
             "kPingPong": self.ping_pong,
             "kOptimistic": self.optimistic,
-            "kOwnOut": self.own_out,
+            "kQStages": self.q_stages,
+            "kOutPanels": self.out_panels,
             "kProducerRegisters": self.producer_registers,
             "kConsumerRegisters": self.consumer_registers,
         }
@@ -66,15 +67,12 @@ class Geometry(NamedTuple):
         """Dynamic shared memory of a block; the kernel asserts that it uses as much."""
         row, row_v = 128 * ceil(self.head_dim, 64), 128 * ceil(self.head_dim_v, 64)
         keys_and_values = self.stages * self.block_kv * (row + row_v)
-        return ALIGNMENT_BYTES + self.block_q * (row + row_v * self.own_out) + keys_and_values
+        queries_and_results = self.block_q * (self.q_stages * row + 128 * self.out_panels)
+        return ALIGNMENT_BYTES + queries_and_results + keys_and_values
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
         """The row as it runs these head dims: TMA fills up with zeros."""
         return self
-
-    def for_short(self) -> Geometry:
-        """The row for at most SHORT_QUERIES queries."""
-        return SHORT if self == PLAIN[0] else self
 
     def blocks(self, kernel: str, sizes: Sizes, owners: int) -> int:
         """Query tiles of a launch; a launch has no more blocks than multiprocessors."""
@@ -91,9 +89,10 @@ class Geometry(NamedTuple):
             f"block_q = {self.block_q} must be a multiple of 64": self.block_q % 64 == 0,
             f"block_kv = {self.block_kv} must be a multiple of 16 up to 256": self.block_kv % 16 == 0
             and self.block_kv <= 256,
-            f"{consumers} consumers, of 1 to 3": 1 <= consumers <= 3,
-            "without a buffer of their own results must fit over the queries": self.own_out
-            or ceil(self.head_dim_v, 64) <= ceil(self.head_dim, 64),
+            f"{consumers} consumers, of 1 to 4": 1 <= consumers <= 4,
+            f"out_panels = {self.out_panels} must divide the panels of a result": ceil(self.head_dim_v, 64)
+            % self.out_panels
+            == 0,
             f"the roles want {wanted} registers, the block has {held}": wanted <= held,
             "turns need two consumers": consumers > 1 or not self.ping_pong,
         }
@@ -121,36 +120,52 @@ def _row(
     *,
     ping_pong: bool = True,
     optimistic: bool = True,
-    own_out: bool = True,
+    q_stages: int = 2,
+    out_panels: int = 0,
+    stages: int = 2,
 ) -> Geometry:
-    registers = {128: (40, 232), 192: (32, 160)}[block_q]
-    return Geometry(head_dim, head_dim_v, block_q, block_kv, 2, ping_pong, optimistic, own_out, *registers)
+    registers = {128: (40, 232), 192: (32, 160), 256: (32, 112)}[block_q]
+    out_panels = out_panels or ceil(head_dim_v, 64)
+    return Geometry(
+        head_dim,
+        head_dim_v,
+        block_q,
+        block_kv,
+        stages,
+        ping_pong,
+        optimistic,
+        q_stages,
+        out_panels,
+        *registers,
+    )
 
 
 # By head dims, from small to large: the first row that holds both is taken. Plain scores first, then those that any
-# option of `configs.OPTION_BITS` shapes: they leave no registers for a second set of weights.
+# option of `configs.OPTION_BITS` shapes.
 PLAIN = (
-    _row(64, 64, 192, 96),
+    _row(64, 64, 256, 64, ping_pong=False, stages=6),
     _row(96, 96, 128, 128),
     _row(128, 128, 128, 128),
-    _row(192, 128, 128, 112),
-    _row(192, 192, 128, 80),
-    _row(256, 256, 128, 64, ping_pong=False, optimistic=False, own_out=False),
+    _row(192, 128, 128, 112, ping_pong=False, q_stages=1),
+    _row(192, 192, 128, 80, ping_pong=False, q_stages=1),
+    _row(256, 256, 128, 64, ping_pong=False, q_stages=1, out_panels=2),
 )
-# For 1024 queries 1.06 (full) and 1.13 (causal) times as fast as the first row, for 4096 0.94 (H200, 2026-11-29).
-SHORT = _row(64, 64, 128, 128)
 SHAPED = (
-    _row(64, 64, 192, 80, optimistic=False),
-    _row(96, 96, 128, 128, optimistic=False),
-    _row(128, 128, 128, 128, optimistic=False),
-    _row(192, 128, 128, 96, optimistic=False),
-    _row(192, 192, 128, 80, optimistic=False),
-    _row(256, 256, 128, 48, ping_pong=False, optimistic=False, own_out=False),
+    _row(64, 64, 192, 80, ping_pong=False),
+    _row(96, 96, 128, 128),
+    _row(128, 128, 128, 128),
+    _row(192, 128, 128, 96, ping_pong=False, q_stages=1),
+    _row(192, 192, 128, 80, ping_pong=False, optimistic=False, q_stages=1),
+    _row(256, 256, 128, 64, ping_pong=False, optimistic=False, q_stages=1, out_panels=2),
 )
+
+
+def _rows(options: tuple[bool, ...]) -> tuple[Geometry, ...]:
+    """The rows of a forward with these options: with addends and more, an optimistic step is too much code."""
+    if options[0] and any(options[1:]):
+        return tuple(row._replace(optimistic=False) for row in SHAPED)
+    return SHAPED if any(options) else PLAIN
 
 
 # (kernel, bytes of the score type, options) -> geometries.
-TABLE = {
-    ("forward", 4, options): SHAPED if any(options) else PLAIN
-    for options in itertools.product((False, True), repeat=3)
-}
+TABLE = {("forward", 4, options): _rows(options) for options in itertools.product((False, True), repeat=3)}

@@ -31,6 +31,15 @@ CF_DEVICE u32 shared_tiles() {
 // What lies in memory is read again after this: the compiler keeps nothing of it in registers.
 CF_DEVICE void forget() { asm volatile("" ::: "memory"); }
 
+// x, the same in all lanes of the warp, known to be so.
+CF_DEVICE i32 uniform(i32 x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+// x, of which the optimiser knows nothing (block.cuh).
+CF_DEVICE u32 opaque(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // --- mbarriers: a phase ends when `count` threads have arrived and all expected bytes have landed
 CF_DEVICE void mbarrier_init(u64& bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(&bar)), "r"(count) : "memory");

@@ -3,46 +3,52 @@
 #pragma once
 #include "sm90/tiles.cuh"
 
-constexpr i32 kConsumers = kBlockQ / 64;
 constexpr i32 kWorkSlots = 2;
+constexpr i32 kLead = 3;        // key tiles that are still to be loaded when the next piece of work is asked for
+static_assert(ceil_div(kBlockQ - 64, kBlockKV) <= kStages, "keys are passed by while values before them are held");
 static_assert(kThreads == 128 * (kConsumers + 1), "a producer and the consumers");
 
 // Ready barriers end a phase when what they are named after may be read, free barriers when all have read it.
 struct Control {
-  u64 q_ready, q_free, work_ready[kWorkSlots], work_free[kWorkSlots];
+  u64 work_wanted, work_ready[kWorkSlots], work_free[kWorkSlots], q_ready[kQStages], q_free[kQStages];
   u64 k_ready[kStages], k_free[kStages], v_ready[kStages], v_free[kStages];
   Work work[kWorkSlots];
 };
 
-CF_DEVICE u32 barrier(const u64 (&bars)[kStages], u32 stage) { return shared_address(bars) + 8 * stage; }
+CF_DEVICE u32 barrier(const u64* bars, u32 stage) { return shared_address(bars) + 8 * stage; }
 
 CF_DEVICE void initialise(Control& control) {
-  mbarrier_init(control.q_ready, 1);
-  mbarrier_init(control.q_free, kConsumers);
+  mbarrier_init(control.work_wanted, 1);
   for (i32 n = 0; n < kWorkSlots; ++n) {
     mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], kConsumers + 1);
   }
+  for (i32 n = 0; n < kQStages; ++n) {
+    mbarrier_init(control.q_ready[n], 1), mbarrier_init(control.q_free[n], kConsumers);
+  }
   for (i32 n = 0; n < kStages; ++n) {
-    mbarrier_init(control.k_ready[n], 1), mbarrier_init(control.k_free[n], kConsumers);
+    mbarrier_init(control.k_ready[n], 1), mbarrier_init(control.k_free[n], 4 * kConsumers);
     mbarrier_init(control.v_ready[n], 1), mbarrier_init(control.v_free[n], kConsumers);
   }
   fence_mbarrier_init();
 }
 
-// ---- scheduler: one thread, a tile ahead of the others, so that nobody waits for its divisions and loads
+// ---- scheduler: one thread, so that nobody waits for its divisions and loads. It takes a tile only when the producer
+// is about to need it: tiles taken early would lie with a block whatever it has before them
 
 CF_DEVICE void schedule(const Params& p, const Launch& launch, Control& control) {
   Ring<kWorkSlots> slot{0, 1};                 // parity 1: the first wait for a free slot falls through
-  u32 tile = block_index();
+  u32 tile = block_index(), wanted = 0;
   while (true) {
     Work& work = control.work[slot.stage];
     mbarrier_try_wait_parity(shared_address(&control.work_free[slot.stage]), slot.parity);
     const bool any = tile < u32(launch.tiles);
-    if (any) prepare(work, p, launch, tile); else work.number = -1;
+    if (any) prepare(work, p, launch, tile); else work.number = -1, see_nothing(work);
     mbarrier_arrive(shared_address(&control.work_ready[slot.stage]));            // the others may read it
     if (!any) break;
-    tile = grid_size() + atom_inc(launch.counter);
     slot.advance();
+    mbarrier_try_wait_parity(shared_address(&control.work_wanted), wanted);
+    wanted ^= 1;
+    tile = grid_size() + atom_inc(launch.counter);
   }
   const bool last = atom_inc(launch.counter + 1) == grid_size() - 1;
   if (last) launch.counter[0] = launch.counter[1] = 0;                           // for the next launch
@@ -54,8 +60,8 @@ struct Producer {
   const TensorMaps& maps;
   Control& control;
   u32 tiles;
+  Ring<kQStages> q{0, 1};
   Ring<kStages> k{0, 1}, v{0, 1};
-  u32 q_parity = 1;
 
   CF_DEVICE void load_k(const Work& work, i32 n) {
     mbarrier_try_wait_parity(barrier(control.k_free, k.stage), k.parity);        // all consumers have read the stage
@@ -70,22 +76,25 @@ struct Producer {
     v.advance();
   }
   CF_DEVICE void load_q(const Work& work) {
-    mbarrier_try_wait_parity(shared_address(&control.q_free), q_parity);         // also: results over q have left
-    load_tile<kBlockQ, kPanels>(tiles + kQAt, maps.q, shared_address(&control.q_ready), work.row, work.head, work);
-    q_parity ^= 1;
+    mbarrier_try_wait_parity(barrier(control.q_free, q.stage), q.parity);
+    const u32 to = tiles + kQAt + q.stage * kQBytes;
+    load_tile<kBlockQ, kPanels>(to, maps.q, barrier(control.q_ready, q.stage), work.row, work.head, work);
+    q.advance();
   }
 
   CF_DEVICE void load(const Work& work) {
-    if (work.last < work.first) {                                                // no key is seen
-      if (!kOwnOut) load_q(work);                                                // its place is wanted for the zeros
-      return;
-    }
+    if (work.last < work.first) return ask();
+    const i32 ask_at = smaller(work.first + kLead, work.last);
     load_k(work, work.last);
     load_q(work);
     CF_UNROLL_1
-    for (i32 n = work.last; n > work.first; --n) load_k(work, n - 1), load_v(work, n);
-    load_v(work, work.first);
+    for (i32 n = work.last; n >= work.first; --n) {
+      if (n == ask_at) ask();
+      if (n > work.first) load_k(work, n - 1);
+      load_v(work, n);
+    }
   }
+  CF_DEVICE void ask() { mbarrier_arrive(shared_address(&control.work_wanted)); }
 };
 
 CF_DEVICE void produce(const TensorMaps& maps, Control& control, u32 tiles) {

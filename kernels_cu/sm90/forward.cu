@@ -7,18 +7,21 @@
 //
 //   block     one query tile (kBlockQ = 64 queries a consumer) of one head at a time
 //   thread    two rows: wgmma accumulators as sm90/scores.cuh describes
-//   shared    q | k x kStages | v x kStages | out (kOwnOut; else over q), sm90/tiles.cuh; barriers and Work beside them
+//   shared    q x kQStages | k x kStages | v x kStages | out, sm90/tiles.cuh; barriers and Work beside them
 //
 //   producer    K9 Q  K8 V9  K7 V8  ...  K0 V1  V0  | K9 Q of the next tile ...           (keys are walked downward)
-//   consumer A  S9 .softmax. | S8 O+=P9V9 .softmax. | S7 O+=P8V8 ...                      softmax under its own PV ...
-//   consumer B       S9 .softmax. | S8 O+=P9V9 .softmax. | ...                            ... and under A's products
+//   consumer A  S9 .softmax. | S8 O+=P9V9 .softmax. | ... | O+=P0V0 S9' results .softmax. | ...    under its own PV ...
+//   consumer B       S9 .softmax. | S8 O+=P9V9 .softmax. | ...                               ... and under A's products
 //
-// kPingPong hands the right to start products round (named barriers 1, 2, ...), so that softmaxes and products of
-// different consumers alternate. A careful step looks for the maximum; an optimistic step (kOptimistic) does not, needs
-// the scores again if that fails, and so has its weights in a second set of registers: such steps come in pairs.
+// The scores that a query tile begins with are formed behind the last product of the tile before. A consumer passes by
+// the key tiles that only others see. kPingPong hands the right to start products round (named barriers 1, 2, ...), so
+// that softmaxes and products alternate between two consumers; more of them do without, and all walk alike with it.
 //
-// What the steps give at head dim 128: speed over the better of cuDNN 9.19 and FlashAttention-3 in the same run, 16384
-// keys, full / causal, bfloat16 (H200, 2026-11-29; all but the last row on a prototype).
+// A careful step looks for the maximum; an optimistic step (kOptimistic) does not. Where that fails a warp forms its
+// scores again, by mma.sync, for wgmma wants all four warps. So each warp frees its keys.
+//
+// What the steps give: speed over the better of cuDNN 9.19 and FlashAttention-3 in the same run, bfloat16, H200,
+// 2026-11-29. First head dim 128 and 16384 keys, full / causal, all but the last row on a prototype:
 //
 //                                                          expected                        measured
 //   TMA, producer and consumers, weights in registers      0.81                            0.81 / 0.79
@@ -27,7 +30,27 @@
 //   + reference moved only when 2^8 too small              + some %, at head dim 256       1.00 / 0.96
 //   + no maximum in the steady loop                        not foreseen                    1.15 / 1.09
 //   + blocks that stay, results in a buffer of their own   + 2 to 5 %                      1.18 / 1.15
+//   + a scheduler of its own that takes two tiles ahead    nothing                         1.19 / 1.02
+//
+// The last step lost a tenth of causal speed (head dim 256: 0.87 instead of 1.01): tiles taken early lie with a block
+// whatever it has before them. From there on, by head dim, at 1024, 4096 and 16384 keys:
+//
+//                                                    full                          causal
+//   128  two tiles ahead                             1.12  1.15  1.19              0.99  1.08  1.02
+//        tiles taken late, begun behind the last     1.08  1.19  1.15              1.18  1.13  1.10
+//   256  two tiles ahead                             0.98  1.05  1.07              0.88  0.83  0.87
+//        taken late, begun early, queries free early 1.13  1.06  1.03              1.15  1.01  1.03
+//   64   192 x 96, two tiles ahead                   1.01  1.11  1.10              0.88  1.08  1.05
+//        192 x 128, taken late, begun early          1.09  1.15  1.09              0.84  1.03  1.09
+//        four consumers, 256 x 64, unseen tiles left 1.29  1.21  1.11              1.33  1.26  1.19
+//
+// What did not help: key tiles of 80 at head dim 256; three consumers at head dim 128 (192 x 64, 192 x 80: 0.96 to 1.0
+// of 128 x 128); ping-pong of three or four consumers; O finished early at head dim 128.
 #include "sm90/feed.cuh"
+
+// O is finished in the middle of the weights, and later ones are rounded as they come: 0 to 6 % at head dim 64. Elsewhere
+// it is finished behind a branch after them: the compiler may move a wait within straight code, and likes it early.
+constexpr bool kEarly = kPlainScores && !kDropout && !kPingPong;
 
 // One warpgroup.
 struct Consumer {
@@ -36,28 +59,37 @@ struct Consumer {
   Control& control;
   i32 number, thread;                          // of the consumer, of the thread in its warpgroup
   u32 tiles;
-  u64 q, k, v;                                 // descriptors
+  u32 q, k, v;                                 // descriptors
   float unit;
+  Ring<kQStages> q_ring{0, 0};
   Ring<kStages> k_ring{0, 0}, v_ring{0, 0};
-  u32 q_parity = 0;
-  i32 row, col, n;                             // of the thread's entry 0: row, column within a key tile; the key tile
+  i32 n;                                       // the key tile
   bool accumulated;
   Softmax softmax;
   Output o;
+
+  // The place of this thread's entry 0. Not kept: a register less.
+  CF_DEVICE i32 row_of(const Work& work) const { return work.row + 64 * number + thread / 32 * 16 + thread % 32 / 4; }
+  CF_DEVICE i32 col() const { return n * kBlockKV + thread % 4 * 2; }
 
   CF_DEVICE bool leader() const { return thread == 0; }
   CF_DEVICE void barrier_of_warpgroup() const { bar_sync(8 + number, 128); }
   CF_DEVICE void wait_for_turn() const { if (kPingPong) bar_sync(1 + number, 256); }
   CF_DEVICE void pass_turn() const { if (kPingPong) bar_arrive(number == kConsumers - 1 ? 1 : number + 2, 256); }
 
-  CF_DEVICE void wait_q() {
-    mbarrier_try_wait_parity(shared_address(&control.q_ready), q_parity);
-    q_parity ^= 1;
+  CF_DEVICE const Work& wait_for_work(const Ring<kWorkSlots>& slot) const {
+    mbarrier_try_wait_parity(shared_address(&control.work_ready[slot.stage]), slot.parity);
+    return control.work[slot.stage];
   }
+  CF_DEVICE void wait_q() const { mbarrier_try_wait_parity(barrier(control.q_ready, q_ring.stage), q_ring.parity); }
   CF_DEVICE void wait_k() const { mbarrier_try_wait_parity(barrier(control.k_ready, k_ring.stage), k_ring.parity); }
   CF_DEVICE void wait_v() const { mbarrier_try_wait_parity(barrier(control.v_ready, v_ring.stage), v_ring.parity); }
-  CF_DEVICE void free_k() {
-    if (leader()) mbarrier_arrive(barrier(control.k_free, k_ring.stage));
+  CF_DEVICE void free_q() {
+    if (leader()) mbarrier_arrive(barrier(control.q_free, q_ring.stage));
+    q_ring.advance();
+  }
+  CF_DEVICE void free_k() {                    // each warp for itself
+    if (thread % 32 == 0) mbarrier_arrive(barrier(control.k_free, k_ring.stage));
     k_ring.advance();
   }
   CF_DEVICE void free_v() {
@@ -65,17 +97,41 @@ struct Consumer {
     v_ring.advance();
   }
 
+  CF_DEVICE void scores(Scores& s) const {
+    const u32 from = q + (q_ring.stage * kQBytes >> 4);
+    start_scores(s, kHeadDim > 128 ? opaque(from) : from, k, k_ring.stage);      // opaque: else kept, one for each step
+  }
+  CF_DEVICE void output(const Operand& weights) {
+    start_output(o, weights, v, v_ring.stage, accumulated);
+    accumulated = true;
+  }
+
+  // The last key tile that this warpgroup sees; less than work.first where it sees none.
+  CF_DEVICE i32 last_tile(const Work& work) const { return uniform(work.keys[number].last); }
+  CF_DEVICE void wait_to_begin(const Work& work) {
+    if (last_tile(work) < work.first) return;
+    wait_q();
+    CF_UNROLL_1
+    for (i32 unseen = uniform(work.last - last_tile(work)); unseen > 0; --unseen) wait_k(), free_k();
+    wait_k();
+  }
+  // Nothing is seen of what has been loaded for other warpgroups.
+  CF_DEVICE void pass_by(const Work& work) {
+    if (work.last < work.first) return;
+    wait_q();
+    free_q();
+    CF_UNROLL_1
+    for (i32 unseen = work.last; unseen >= work.first; --unseen) wait_k(), free_k(), wait_v(), free_v();
+  }
   // S of key tile n; O += P V of the tile before runs on while its softmax is taken.
   CF_DEVICE void products(Scores& s, const Operand& before) {
     wait_k();
     wait_for_turn();
-    start_scores(s, q, k, k_ring.stage);
+    scores(s);
     wait_v();
-    start_output(o, before, v, v_ring.stage, accumulated);
+    output(before);
     pass_turn();
-    accumulated = true;
-    wgmma_wait_group<1>();                     // S is there, K is read
-    free_k();
+    wgmma_wait_group<1>();                     // S is there
   }
   CF_DEVICE void finish_output() {
     wgmma_wait_group<0>();                     // O is there, V and the weights are read
@@ -84,11 +140,11 @@ struct Consumer {
 
   // Scores become weights, those that dropout removes 0. Whether the references have moved.
   CF_DEVICE bool to_weights(Scores& s, const Work& work, bool left_edge, bool right_edge) {
-    shape(s, p, launch, work, row, n * kBlockKV + col);
-    if (left_edge || right_edge) select(s, work, row, n * kBlockKV + col, left_edge);
+    shape<false>(s, p, launch, work, row_of(work), col());
+    if (left_edge || right_edge) select(s, work, row_of(work), col(), left_edge);
     const bool moved = softmax.look(s, unit);
-    softmax.weigh_in_place(s, unit);
-    if constexpr (kDropout) drop(s, work.dropout, row, n * kBlockKV + col);
+    softmax.weigh(s, unit);
+    if constexpr (kDropout) drop(s, work.dropout, row_of(work), col());
     return moved;
   }
   static CF_DEVICE void to_operand(Operand& weights, const Scores& s) {
@@ -100,17 +156,10 @@ struct Consumer {
     for (int i = 0; i < kHeadDimV / 2; ++i) o[i] *= softmax.rescale[i / 2 % 2];
   }
 
-  CF_DEVICE void first_step(Operand& weights, const Work& work) {
-    Scores s;
-    wait_k();
-    wait_for_turn();
-    start_scores(s, q, k, k_ring.stage);
-    pass_turn();
-    wgmma_wait_group<0>();
-    free_k();
-    to_weights(s, work, n < work.steady_from, n >= work.steady_to);
+  CF_DEVICE void first_step(Scores& s, Operand& weights, const Work& work, bool left_edge, bool right_edge) {
+    to_weights(s, work, left_edge, right_edge);
     to_operand(weights, s);
-    if (work.v_rows < kBlockKV) {              // value rows past the length
+    if (n == work.last && work.v_rows < kBlockKV) {              // value rows past the length
       wait_v();
       clear_rows(tiles + kVAt + v_ring.stage * kVBytes, work.v_rows, thread);
       fence_proxy_async();
@@ -119,67 +168,80 @@ struct Consumer {
   }
 
   // The reference moves only when it is more than 2^8 too small.
-  CF_DEVICE void careful_step(Operand& weights, const Work& work) {
-    Scores s;
-    const bool left_edge = n < work.steady_from, right_edge = n >= work.steady_to;
+  CF_DEVICE void careful_step(Scores& s, Operand& weights, const Work& work, bool left_edge, bool right_edge) {
     products(s, weights);
+    free_k();
     const bool moved = to_weights(s, work, left_edge, right_edge);
     finish_output();                           // only now may the weights change
     to_operand(weights, s);
     if (moved) rescale();
   }
 
-  // The reference stays unless sums leave its range.
-  CF_DEVICE void optimistic_step(const Operand& before, Operand& weights, const Work& work) {
-    Scores s;
-    float sums[2];
-    const auto keep = [&](int j, const float (&w)[4]) { round_into(weights, j, w[0], w[1], w[2], w[3]); };
-    products(s, before);
-    shape(s, p, launch, work, row, n * kBlockKV + col);
-    softmax.weigh<true>(s, unit, sums, keep);
+  // The reference stays unless sums leave its range: then the scores are formed again.
+  CF_DEVICE void optimistic_step(Scores& s, Operand& weights, const Work& work) {
+    constexpr int kAll = kScores / 4, kMiddle = kEarly ? kAll / 2 : kAll;
+    float sums[2] = {0.0f, 0.0f};
+    products(s, weights);
+    shape<true>(s, p, launch, work, row_of(work), col());
+    softmax.weigh<true>(s, 0, kMiddle, unit, sums);
+    if constexpr (kEarly) {
+      finish_output();
+      softmax.weigh<true>(s, kMiddle, kAll, unit, sums);
+      to_operand(weights, s);
+    }
     const bool again = vote_any(!Softmax::in_range(sums[0]) || !Softmax::in_range(sums[1]));
     if (again) {
+      const u32 first = address_of(q) + q_ring.stage * kQBytes + thread / 32 * 2048;
+      scores_of_warp(s, first, address_of(k) + k_ring.stage * kKBytes, thread % 32);
+      shape<true>(s, p, launch, work, row_of(work), col());
       softmax.look_again(s, sums, unit);
-      softmax.weigh<false>(s, unit, sums, keep);
+      sums[0] = sums[1] = 0.0f;
+      softmax.weigh<false>(s, 0, kAll, unit, sums);
+      if constexpr (kEarly) to_operand(weights, s);
     }
+    free_k();
     softmax.l[0] += sums[0];
     softmax.l[1] += sums[1];
-    finish_output();
+    if constexpr (!kEarly) {
+      if constexpr (kDropout) drop(s, work.dropout, row_of(work), col());
+      finish_output();
+      to_operand(weights, s);
+    }
     if (again) rescale();
   }
 
-  CF_DEVICE void walk_keys(const Work& work) {
-    Operand weights;
-    wait_q();
+  // From S of the first key tile to the weights of the last.
+  CF_DEVICE void walk_keys(Scores& s, Operand& weights, const Work& work) {
+    const i32 last = last_tile(work);
+    const i32 steady_from = uniform(work.keys[number].steady_from), steady_to = uniform(work.keys[number].steady_to);
+    free_k();
+    CF_UNROLL_1
+    for (i32 unseen = uniform(work.last - last); unseen > 0; --unseen) wait_v(), free_v();
     accumulated = false;
-    n = work.last;
-    first_step(weights, work);
+    n = last;
+    first_step(s, weights, work, n < steady_from, n >= steady_to);
     --n;
     CF_UNROLL_1
     while (n >= work.first) {
       if constexpr (kOptimistic) {
-        if (n < work.steady_to && n > work.steady_from) {
-          Operand other;
+        if (n < steady_to && n >= steady_from) {
           CF_UNROLL_1
           do {
-            optimistic_step(weights, other, work);
+            optimistic_step(s, weights, work);
             --n;
-            optimistic_step(other, weights, work);
-            --n;
-          } while (n > work.steady_from);
+          } while (n >= steady_from);
           continue;
         }
       }
-      careful_step(weights, work);
+      careful_step(s, weights, work, n < steady_from, n >= steady_to);
       --n;
     }
-    if (kOwnOut && leader()) mbarrier_arrive(shared_address(&control.q_free));   // q has been read for the last time
+    free_q();
     wait_v();
-    start_output(o, weights, v, v_ring.stage, accumulated);
-    finish_output();
   }
 
   CF_DEVICE void finish_rows(const Work& work) {
+    const i32 row = row_of(work);
     const Rows<float> lse_rows = rows_of<float>(p.call.lse, p.lse, work.item, work.head);
     const float natural = kPlainScores ? launch.scale : 1.0f;
     CF_UNROLL
@@ -204,35 +266,70 @@ struct Consumer {
   CF_DEVICE void store(const Work& work, const TensorMap& map) {
     const u32 tile = tiles + kOutAt + number * 8192;
     const i32 first_row = work.row + 64 * number;
-    if (kOwnOut) {
+    CF_UNROLL
+    for (i32 panel = 0; panel < kPanelsV; panel += kOutPanels) {
+      const float* some = o + 32 * panel;
       if (leader()) cp_async_bulk_wait_group_read();
-      barrier_of_warpgroup();                  // the results of the tile before have left
-    }
-    if (launch.out_by_tma) {
-      stage_output(tile, o, thread);
-      fence_proxy_async();
-    } else {
-      stage_half<0>(tile, o, thread);
-      barrier_of_warpgroup();                  // half of the results are staged
-      store_half(tile, p, work, first_row, 0, thread);
-      barrier_of_warpgroup();                  // and read
-      stage_half<1>(tile, o, thread);
-      barrier_of_warpgroup();
-      store_half(tile, p, work, first_row, 1, thread);
-      fence_proxy_async();
-    }
-    barrier_of_warpgroup();                    // the results are staged, q and `work` are read
-    if (!leader()) return;
-    if (launch.out_by_tma) {
-      CF_UNROLL
-      for (i32 panel = 0; panel < kPanelsV; ++panel) {
-        const u32 from = tile + panel * kBlockQ * 128;
-        cp_async_bulk_tensor_5d_store(map, from, 64 * panel, first_row, work.head, work.lead(0), work.lead(1));
+      barrier_of_warpgroup();                  // the results before have left
+      if (launch.out_by_tma) {
+        stage_output(tile, some, thread);
+        fence_proxy_async();
+        barrier_of_warpgroup();                // the results are staged
+        if (!leader()) continue;
+        CF_UNROLL
+        for (i32 n = 0; n < kOutPanels; ++n) {
+          cp_async_bulk_tensor_5d_store(map, tile + n * kBlockQ * 128, 64 * (panel + n), first_row, work.head,
+                                        work.lead(0), work.lead(1));
+        }
+        cp_async_bulk_commit_group();
+      } else {
+        CF_UNROLL
+        for (i32 half = 0; half < 2; ++half) {
+          stage_half(tile, some + half * kOutColumns / 4, thread);
+          barrier_of_warpgroup();              // half of the results are staged
+          store_half(tile, p, work, first_row, 64 * panel + half * kOutColumns / 2, thread);
+          barrier_of_warpgroup();              // and read
+        }
       }
-      cp_async_bulk_commit_group();
-      if (!kOwnOut) cp_async_bulk_wait_group_read();
     }
-    if (!kOwnOut) mbarrier_arrive(shared_address(&control.q_free));
+  }
+
+  // Piece after piece: the first scores of the next are formed behind the last product of one, while its results are
+  // on their way. Both products are started even where there is nothing to multiply, and what they give is not looked
+  // at: a branch around them would make the compiler wait for each.
+  CF_DEVICE void run(const TensorMaps& maps) {
+    Scores s;
+    Operand weights;
+    Ring<kWorkSlots> slot{0, 0};
+    wait_for_work(slot);
+    wait_to_begin(control.work[0]);
+    wait_for_turn();
+    scores(s);
+    pass_turn();
+    wgmma_wait_group<0>();
+    CF_UNROLL_1
+    while (true) {
+      const Work& work = control.work[slot.stage];
+      if (work.number < 0) break;
+      softmax.reset(row_of(work), work.sight.q_length);
+      const i32 first = work.first, last = last_tile(work);
+      if (last >= first) walk_keys(s, weights, work); else pass_by(work);
+      const u32 this_slot = slot.stage;
+      slot.advance();
+      const Work& next = wait_for_work(slot);
+      wait_to_begin(next);
+      wait_for_turn();
+      output(weights);
+      scores(s);
+      pass_turn();
+      wgmma_wait_group<1>();                   // O is there
+      if (last >= first) free_v();
+      finish_rows(work);
+      store(work, maps.out);
+      if (leader()) mbarrier_arrive(shared_address(&control.work_free[this_slot]));
+      wgmma_wait_group<0>();                   // S is there
+    }
+    if (leader()) cp_async_bulk_wait_group();  // results must have left before the block ends
   }
 };
 
@@ -244,27 +341,8 @@ CF_DEVICE void consume(const Params& p, const TensorMaps& maps, const Launch& la
   c.k = descriptor(tiles + kKAt, 16);
   c.v = descriptor(tiles + kVAt, kBlockKV * 128);
   c.unit = kPlainScores ? launch.unit : kLog2e;
-  c.col = thread % 4 * 2;
   if (kPingPong && number == 0) bar_arrive(1, 256);
-  Ring<kWorkSlots> slot{0, 0};
-  CF_UNROLL_1
-  while (true) {
-    const Work& work = control.work[slot.stage];
-    mbarrier_try_wait_parity(shared_address(&control.work_ready[slot.stage]), slot.parity);
-    if (work.number < 0) break;
-    c.row = work.row + 64 * number + thread / 32 * 16 + thread % 32 / 4;
-    c.softmax.reset();
-    if (work.last >= work.first) {
-      c.walk_keys(work);
-    } else if (!kOwnOut) {
-      c.wait_q();                              // the rows have seen nothing: o will not be looked at
-    }
-    c.finish_rows(work);
-    c.store(work, maps.out);
-    if (c.leader()) mbarrier_arrive(shared_address(&control.work_free[slot.stage]));
-    slot.advance();
-  }
-  if (c.leader()) cp_async_bulk_wait_group();  // results must have left before the block ends
+  c.run(maps);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -18,43 +18,77 @@ CF_DEVICE float fast_tanh(float x) {
   return absolute(x) < 0.125f ? near : far;
 }
 
-CF_DEVICE void cap(Scores& s, const ScoreTerms<float>& terms) {
+// softcap * tanh(scale * product / softcap). Near 0 the plain formula 1 - 2 / (1 + e^2x) loses 2^-23 of the softcap:
+// too little to be seen while that is small.
+constexpr float kSmallSoftcap = 64.0f;
+
+CF_DEVICE void cap(Scores& s, const ScoreTerms<float>& terms, float scale) {
   const float softcap = terms.softcap, inverse = terms.inverse_softcap;
-  CF_UNROLL
-  for (int n = 0; n < kScores; ++n) s[n] = times(softcap, fast_tanh(times(s[n], inverse)));
+  const float power = times(times(scale, inverse), 2.0f * kLog2e);
+  if (softcap <= kSmallSoftcap && absolute(power) < 1e30f) {
+    CF_UNROLL
+    for (int n = 0; n < kScores; ++n) {
+      s[n] = fused(-2.0f * softcap, rcp_approx_ftz(ex2_approx_ftz(times(s[n], power)) + 1.0f), softcap);
+    }
+  } else {
+    CF_UNROLL
+    for (int n = 0; n < kScores; ++n) s[n] = times(softcap, fast_tanh(times(times(s[n], scale), inverse)));
+  }
 }
 
-// - slope * |i + offset - j|
-CF_DEVICE void add_alibi(Scores& s, const Work& work, i32 row, i32 col) {
+// scale * score - slope * |i + offset - j|. Where all of a thread's columns lie on one side of its rows, |d - c| for a
+// row's distance d and column c is d - c or c - d: two multiply-adds, for c is a constant of the code.
+CF_DEVICE void add_alibi(Scores& s, const Work& work, i32 row, i32 col, float scale) {
   const float slope = -work.terms.slope;
+  const float first = float(row + work.sight.offset - col);              // of the first row to this thread's column 0
+  if (first >= float(kBlockKV) || first <= -8.0f) {
+    const float step = first > 0.0f ? -slope : slope;
+    CF_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const float base = times(-step, first + float(8 * h));
+      CF_UNROLL
+      for (int n = 0; n < kScores / 2; ++n) {
+        const int j = n / 2, x = n % 2;
+        float& score = s[4 * j + 2 * h + x];
+        score = fused(step, float(8 * j + x), fused(score, scale, base));
+      }
+    }
+    return;
+  }
   CF_UNROLL
   for (int h = 0; h < 2; ++h) {
-    const float distance = float(row + 8 * h + work.sight.offset - col);      // to column 0 of this thread
     CF_UNROLL
     for (int n = 0; n < kScores / 2; ++n) {
       const int j = n / 2, x = n % 2;
       float& score = s[4 * j + 2 * h + x];
-      score = fused(slope, absolute(distance - float(8 * j + x)), score);
+      score = fused(slope, absolute(first + float(8 * h - 8 * j - x)), times(score, scale));
     }
   }
 }
 
-// Pairs of a row of mask or bias: pair j holds columns 8 j and 8 j + 1, counted from this thread's first. Columns from
-// `count` on are outside; the last pair inside may reach one column further, into the padding of the row.
-template <class T, class Use> CF_DEVICE void for_pairs(const T* row, i32 count, Use use) {
-  if (count >= kBlockKV) {
-    CF_UNROLL
-    for (int j = 0; j < kBlockKV / 8; ++j) use(j, *reinterpret_cast<const Packed<T, 2>*>(row + 8 * j));
-  } else {
-    CF_UNROLL
-    for (int j = 0; j < kBlockKV / 8; ++j) {
-      if (8 * j < count) use(j, *reinterpret_cast<const Packed<T, 2>*>(row + 8 * j));
+// Columns of a tile of mask or bias, counted from this thread's first: those from `inside` on lie beyond the array. A
+// tile of which all is inside has a form without tests; where such tiles have steps of their own, kWhole tells them.
+template <bool kWhole> struct Columns {
+  i32 inside;
+  CF_DEVICE bool whole() const { return kWhole || (!kOptimistic && inside >= kBlockKV); }
+
+  // Pairs of a row: pair j holds columns 8 j and 8 j + 1. The last pair inside may reach one column further, into the
+  // padding of the row.
+  template <class T, class Use> CF_DEVICE void for_pairs(const T* row, Use use) const {
+    if (whole()) {
+      CF_UNROLL
+      for (int j = 0; j < kBlockKV / 8; ++j) use(j, *reinterpret_cast<const Packed<T, 2>*>(row + 8 * j));
+    } else {
+      CF_UNROLL
+      for (int j = 0; j < kBlockKV / 8; ++j) {
+        if (8 * j < inside) use(j, *reinterpret_cast<const Packed<T, 2>*>(row + 8 * j));
+      }
     }
   }
-}
+};
 
-template <class T> CF_DEVICE void add_bias_row(Scores& s, int h, const T* row, i32 count) {
-  for_pairs(row, count, [&](int j, Packed<T, 2> pair) {
+template <class T, class Cols> CF_DEVICE void add_bias_row(Scores& s, int h, const T* row, const Cols& columns) {
+  columns.for_pairs(row, [&](int j, Packed<T, 2> pair) {
     CF_UNROLL
     for (int x = 0; x < 2; ++x) {
       float& score = s[4 * j + 2 * h + x];
@@ -71,29 +105,31 @@ CF_DEVICE void add_to_row(Scores& s, int h, float addend) {
   }
 }
 
-// Rows past the end repeat the last one: they are not used. `count`: columns inside, from this thread's first.
-CF_DEVICE void add_bias(Scores& s, const Addends& a, i32 row, i32 last_row, i32 col, i32 count) {
+// Rows past the end repeat the last one: they are not used.
+template <class Cols>
+CF_DEVICE void add_bias(Scores& s, const Addends& a, i32 row, i32 last_row, i32 col, const Cols& columns) {
   CF_UNROLL
   for (int h = 0; h < 2; ++h) {
     const i64 first = a.bias_first + smaller(row + 8 * h, last_row) * a.bias_row + col * a.bias_col;
     if (a.bias_col == 0) {
       add_to_row(s, h, load_kind<float>(a.bias, a.bias_kind, first));
     } else if (a.bias_kind == kFloat32) {
-      add_bias_row(s, h, static_cast<const float*>(a.bias) + first, count);
+      add_bias_row(s, h, static_cast<const float*>(a.bias) + first, columns);
     } else {
-      add_bias_row(s, h, static_cast<const Element*>(a.bias) + first, count);
+      add_bias_row(s, h, static_cast<const Element*>(a.bias) + first, columns);
     }
   }
 }
 
-CF_DEVICE void apply_mask(Scores& s, const Addends& a, i32 row, i32 last_row, i32 col, i32 count) {
+template <class Cols>
+CF_DEVICE void apply_mask(Scores& s, const Addends& a, i32 row, i32 last_row, i32 col, const Cols& columns) {
   CF_UNROLL
   for (int h = 0; h < 2; ++h) {
     const u8* allowed = a.mask + smaller(row + 8 * h, last_row) * a.mask_row + col * a.mask_col;
     if (a.mask_col == 0) {
       add_to_row(s, h, *allowed != 0 ? 0.0f : -Limits<float>::infinity());
     } else {
-      for_pairs(allowed, count, [&](int j, Packed<u8, 2> pair) {
+      columns.for_pairs(allowed, [&](int j, Packed<u8, 2> pair) {
         CF_UNROLL
         for (int x = 0; x < 2; ++x) {
           if (pair.value[x] == 0) s[4 * j + 2 * h + x] = -Limits<float>::infinity();
@@ -103,20 +139,27 @@ CF_DEVICE void apply_mask(Scores& s, const Addends& a, i32 row, i32 last_row, i3
   }
 }
 
-// scale, softcap, ALiBi, bias, mask, in this order. (row, col) is the place of this thread's entry 0.
+// scale, softcap, ALiBi, bias, mask, in this order. (row, col) is the place of this thread's entry 0. kWhole: all keys
+// of the tile are inside.
+template <bool kWhole>
 CF_DEVICE void shape(Scores& s, const Params& p, const Launch& launch, const Work& work, i32 row, i32 col) {
-  if constexpr (!kPlainScores) {
-    CF_UNROLL
-    for (int n = 0; n < kScores; ++n) s[n] = times(s[n], launch.scale);
-  }
+  const bool capped = kSoftcapOrAlibi && work.terms.softcap > 0.0f;
+  const bool sloped = kSoftcapOrAlibi && p.call.slopes != nullptr;
   if constexpr (kSoftcapOrAlibi) {
-    if (work.terms.softcap > 0.0f) cap(s, work.terms);
-    if (p.call.slopes != nullptr) add_alibi(s, work, row, col);
+    if (capped) cap(s, work.terms, launch.scale);
+    if (sloped) add_alibi(s, work, row, col, capped ? 1.0f : launch.scale);
+  }
+  if constexpr (!kPlainScores) {
+    if (!capped && !sloped) {
+      CF_UNROLL
+      for (int n = 0; n < kScores; ++n) s[n] = times(s[n], launch.scale);
+    }
   }
   if constexpr (kMaskOrBias) {
-    const i32 last_row = p.seqlen_q - 1, count = p.seqlen_k - col;
-    if (p.call.bias != nullptr) add_bias(s, work.addends, row, last_row, col, count);
-    if (p.call.mask != nullptr) apply_mask(s, work.addends, row, last_row, col, count);
+    const i32 last_row = p.seqlen_q - 1;
+    const Columns<kWhole> columns{p.seqlen_k - col};
+    if (p.call.bias != nullptr) add_bias(s, work.addends, row, last_row, col, columns);
+    if (p.call.mask != nullptr) apply_mask(s, work.addends, row, last_row, col, columns);
   }
 }
 
@@ -146,9 +189,13 @@ CF_DEVICE void drop(Scores& weights, const DropoutStream& stream, i32 row, i32 c
   if (stream.threshold > 0xffffu) return;                                // all are kept
   if (stream.aligned()) {
     const u32 limit = stream.threshold << 16;                            // the upper half decides, whatever is below it
+    const u32 i = u32(row + stream.origin_i), j = u32(col + stream.origin_j);
+    Words first = stream.counter_of(i, j);
     CF_UNROLL
     for (int block = 0; block < kBlockKV / 16; ++block) {
-      const Words words = stream.words_of(u32(row + stream.origin_i), u32(col + 16 * block + stream.origin_j));
+      Words at = first;
+      at.word[0] += 4 * block;
+      const Words words = philox4x32_7(at, stream.key0, stream.key1);
       CF_UNROLL
       for (int n = 0; n < 4; ++n) {                                     // word 2 a + b: rows + 8 a, columns + 8 b
         const int entry = 8 * block + 4 * (n % 2) + 2 * (n / 2);

@@ -41,9 +41,13 @@ CF_DEVICE float row_sum(float x) { x += shuffle_xor(x, 1); return x + shuffle_xo
 struct Softmax {
   float m[2], l[2], fast[2], rescale[2];
 
-  CF_DEVICE void reset() {
+  // Rows that are not there see nothing, and want no reference.
+  CF_DEVICE void reset(i32 row, i32 rows) {
     CF_UNROLL
-    for (int h = 0; h < 2; ++h) m[h] = -Limits<float>::infinity(), l[h] = 0.0f, fast[h] = not_a_number();
+    for (int h = 0; h < 2; ++h) {
+      const bool live = row + 8 * h < rows;
+      m[h] = live ? -Limits<float>::infinity() : 0.0f, l[h] = 0.0f, fast[h] = live ? not_a_number() : 0.0f;
+    }
   }
 
   // Largest scores of the two rows.
@@ -96,39 +100,31 @@ struct Softmax {
   }
   static CF_DEVICE bool in_range(float sum) { return sum <= kTileSumLimit; }        // false for NaN
 
-  // use(j, weights) gets entries 4 j to 4 j + 3 as weights; their sums are returned.
-  template <bool kFused, class Use> CF_DEVICE void weigh(const Scores& s, float unit, float (&sums)[2], Use use) const {
+  // Scores become weights, in place: the entries from 4 * from to 4 * to. Their sums are added to `sums`.
+  template <bool kFused> CF_DEVICE void weigh(Scores& s, int from, int to, float unit, float (&sums)[2]) const {
     Reference r[2];
     CF_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      r[h] = kFused ? Reference{0.0f, fast[h]} : reference_to(m[h], unit);
-      sums[h] = 0.0f;
-    }
+    for (int h = 0; h < 2; ++h) r[h] = kFused ? Reference{0.0f, fast[h]} : reference_to(m[h], unit);
     CF_UNROLL
-    for (int j = 0; j < kScores / 4; ++j) {
-      float w[4];
+    for (int j = from; j < to; ++j) {
+      float* w = s + 4 * j;
       CF_UNROLL
       for (int n = 0; n < 4; ++n) {
-        const float score = kFused ? s[4 * j + n] : s[4 * j + n] - r[n / 2].shift;
+        const float score = kFused ? w[n] : w[n] - r[n / 2].shift;
         w[n] = ex2_approx_ftz(fused(score, unit, -r[n / 2].log2));
       }
       sums[0] += w[0] + w[1];
       sums[1] += w[2] + w[3];
-      use(j, w);
     }
   }
 
-  // Scores become weights, in place; their sums join l.
-  CF_DEVICE void weigh_in_place(Scores& s, float unit) {
-    float sums[2];
-    const auto put = [&](int j, const float (&w)[4]) {
-      CF_UNROLL
-      for (int n = 0; n < 4; ++n) s[4 * j + n] = w[n];
-    };
+  // All of them, by the form that these references allow; the sums join l.
+  CF_DEVICE void weigh(Scores& s, float unit) {
+    float sums[2] = {0.0f, 0.0f};
     if (vote_any(fast[0] != fast[0] || fast[1] != fast[1])) {
-      weigh<false>(s, unit, sums, put);
+      weigh<false>(s, 0, kScores / 4, unit, sums);
     } else {
-      weigh<true>(s, unit, sums, put);
+      weigh<true>(s, 0, kScores / 4, unit, sums);
     }
     l[0] += sums[0];
     l[1] += sums[1];

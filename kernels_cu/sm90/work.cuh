@@ -17,12 +17,18 @@ struct Launch {
   i32 out_by_tma;        // 0: the layout or dtype of out is none for TMA
 };
 
-// A query tile of one head. Its keys are walked downward in tiles [first, last]; tiles in [steady_from, steady_to) are
-// seen by every row and need no selection.
+constexpr i32 kConsumers = kBlockQ / 64;
+
+// Of one consumer's queries: the last key tile that some see; tiles in [steady_from, steady_to) are seen by all and
+// need no selection.
+struct Keys { i32 last, steady_from, steady_to; };
+
+// A query tile of one head. Its keys are walked downward in tiles [first, last].
 struct Work {
-  i32 number;            // negative: there is no more
+  i32 number;            // negative: there is no more, and no key is seen
   i32 head, head_kv, row;
-  i32 first, last, steady_from, steady_to;
+  i32 first, last;
+  Keys keys[kConsumers];
   i32 v_rows;            // rows of the value tile `last` that may be read: the others may hold NaN
   float sink;            // natural units, -inf without one
   Item item;
@@ -56,16 +62,28 @@ CF_DEVICE void place(Work& work, const Params& p, const Launch& launch, u32 tile
   }
 }
 
+CF_DEVICE void see_nothing(Work& work) {
+  work.first = 0, work.last = -1;
+  for (i32 n = 0; n < kConsumers; ++n) work.keys[n].last = -1;
+}
+
 CF_DEVICE void find_keys(Work& work, const Params& p) {
   const Visibility& sight = work.sight;
-  const i32 live = smaller(work.row + kBlockQ, sight.q_length);
-  const Interval some = sight.keys_of_some(work.row, live), all = sight.keys_of_all(work.row, live);
-  const bool any = some.stop > some.start, every = all.stop > all.start;
-  work.first = any ? some.start / kBlockKV : 0;
-  work.last = any ? (some.stop - 1) / kBlockKV : -1;
-  work.steady_from = every ? ceil_div(all.start, kBlockKV) : work.last + 1;      // none is steady: all have both edges
-  work.steady_to = every ? all.stop / kBlockKV : 0;
+  const Interval seen = sight.keys_of_some(work.row, work.row + kBlockQ);
+  if (seen.stop <= seen.start) return see_nothing(work);
+  work.first = seen.start / kBlockKV;
+  work.last = (seen.stop - 1) / kBlockKV;
   work.v_rows = sight.kv_length < p.seqlen_k ? sight.kv_length - work.last * kBlockKV : kBlockKV;
+  CF_UNROLL_1
+  for (i32 n = 0; n < kConsumers; ++n) {
+    const i32 row = work.row + 64 * n, stop = smaller(row + 64, sight.q_length);
+    const Interval some = sight.keys_of_some(row, stop), all = sight.keys_of_all(row, stop);
+    Keys& keys = work.keys[n];
+    const bool any = some.stop > some.start, every = any && all.stop > all.start;
+    keys.last = kPingPong ? work.last : any ? (some.stop - 1) / kBlockKV : -1;         // turns: all walk alike
+    keys.steady_from = every ? ceil_div(all.start, kBlockKV) : work.last + 1;          // none is steady: all are edges
+    keys.steady_to = every ? all.stop / kBlockKV : 0;
+  }
 }
 
 // Step by step through shared memory: the scheduler has few registers.
