@@ -72,7 +72,14 @@ template <> CF_DEVICE u32 cvt_rn_x2<float16>(float low, float high) {
   return r;
 }
 
+// Four neighbours, 16-byte aligned.
+CF_DEVICE void st_global_x4(float* p, float x0, float x1, float x2, float x3) {
+  asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
+}
 CF_DEVICE void st_shared_32(u32 address, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+CF_DEVICE void st_shared_f32x2(u32 address, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
+}
 CF_DEVICE void st_shared_128(u32 address, const u32 (&x)[4]) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
@@ -101,6 +108,39 @@ CF_DEVICE float ex2_approx_ftz(float x) {
 CF_DEVICE void barrier_sync_aligned(i32 id, i32 threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+
+// red.global.add: *p += x, in no particular order with other threads.
+CF_DEVICE void red_add(float* p, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory"); }
+// The same for four neighbours, 16-byte aligned.
+CF_DEVICE void red_add_x4(float* p, float x0, float x1, float x2, float x3) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
+#else
+  red_add(p, x0);
+  red_add(p + 1, x1);
+  red_add(p + 2, x2);
+  red_add(p + 3, x3);
+#endif
+}
+
+// A count through which blocks speak: what a thread (and all who met it at barriers) did before it adds to the count is
+// seen by those who have seen the count.
+CF_DEVICE void red_release_increment(u32* p) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory"); }
+CF_DEVICE u32 load_acquire(const u32* p) {
+  u32 r;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
+CF_DEVICE u32 load_relaxed(const u32* p) {      // without the second half of that
+  u32 r;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");
+  return r;
+}
+CF_DEVICE void wait_for_count(const u32* p, u32 x) {              // until *p is at least x
+  while (load_acquire(p) < x) {
+  }
+}
+CF_DEVICE u32 increment(u32* p) { return atomicAdd(p, 1u); }      // *p += 1 in one piece; what it was before
 
 CF_DEVICE bool vote_any(bool x) { return __any_sync(0xffffffffu, x); }       // whether x holds in some lane
 

@@ -2,10 +2,13 @@
 #include "block.hpp"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 namespace emulate {
 
 constexpr size_t kSharedAlignment = 1024;       // what the widest swizzle wants
+constexpr u32 kPatience = 600000;               // 100 us each that a block which cannot go on waits for the others
 
 Block::Block(const Launch& launch)
     : launch_(launch), stacks_(launch.threads), fibers_(launch.threads), warps_(launch.threads / 32) {
@@ -36,6 +39,7 @@ bool Block::run(u32 index) {
     fiber.context.start(fiber.stack, Stacks::kBytes, body);
   }
   returned_ = 0;
+  u32 patience = kPatience;
   while (returned_ < launch_.threads && !faulted_) {
     bool moved = false;
     if (seeded()) random_.shuffle(warp_order_);
@@ -46,12 +50,23 @@ bool Block::run(u32 index) {
         if (seeded() && random_.next() % 4 == 0) break;
       }
     }
-    if (moved || faulted_) continue;
+    if (moved) patience = kPatience;
+    if (moved || faulted_ || others_may_help(patience)) continue;
     faulted_ = true;
     message_ = "deadlock: " + who_waits_where();
   }
   if (faulted_) message_ = "block " + std::to_string(index) + ", " + message_;
   return !faulted_;
+}
+
+// Whether a fiber waits for another block; if so, gives that block's CPU thread time.
+bool Block::others_may_help(u32& patience) const {
+  const bool any = std::any_of(fibers_.begin(), fibers_.end(), [](const Fiber& fiber) {
+    return fiber.state == Fiber::kWaiting && fiber.ready && fiber.elsewhere;
+  });
+  if (!any || patience-- == 0) return false;
+  std::this_thread::sleep_for(std::chrono::microseconds(100));
+  return true;
 }
 
 // Gives every lane that can run its turn; whether there was one.
@@ -165,8 +180,9 @@ void Block::meet_at_named(Site site, u32 id, u32 count, bool stays) {
   named = {};
 }
 
-void Block::wait_until(Site site, bool (*ready)(const void*), const void* subject) {
+void Block::wait_until(Site site, bool (*ready)(const void*), const void* subject, bool elsewhere) {
   current().ready = ready;
+  current().elsewhere = elsewhere;
   current().subject = subject;
   if (!ready(subject)) wait(site);
   current().ready = nullptr;

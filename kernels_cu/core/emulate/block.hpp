@@ -59,6 +59,7 @@ struct Fiber : Thread {
   State state = kRunnable;
   Site site{};                                  // where it waits
   bool (*ready)(const void*) = nullptr;         // what it polls while it waits
+  bool elsewhere = false;                       // whether another block changes it
   const void* subject = nullptr;
   std::deque<Copy> copies;
   u32 group = 0;                                // the one that is open
@@ -76,7 +77,7 @@ class Block {
   void wait_for_warp(Site site, void* record, void (*complete)(void* const*));
   void wait_for_warp_in_order(Site site);
   void meet_at_named(Site site, u32 id, u32 count, bool stays);
-  void wait_until(Site site, bool (*ready)(const void*), const void* subject);
+  void wait_until(Site site, bool (*ready)(const void*), const void* subject, bool elsewhere);
   char* shared_memory(u64 bytes);
   void publish(const void* key);
   void observe(const void* key);
@@ -98,6 +99,7 @@ class Block {
   void join(Meeting& meeting, Site site);
   void release(u32 first, u32 count);
   bool run_warp(u32 warp);
+  bool others_may_help(u32& patience) const;
   std::string who_waits_where() const;
 
   Fiber& current() { return static_cast<Fiber&>(*self); }

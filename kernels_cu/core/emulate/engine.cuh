@@ -28,8 +28,8 @@ void wait_for_warp_in_order(Site site);
 // Barrier `id` of the block's sixteen: waits (or, to arrive, does not) until `count` threads have come.
 void wait_for_named(Site site, u32 id, u32 count);
 void arrive_at_named(Site site, u32 id, u32 count);
-// Waits until ready(subject); for words that poll memory.
-void wait_until(Site site, bool (*ready)(const void* subject), const void* subject);
+// Waits until ready(subject); for words that poll memory. `elsewhere`: another block may make it so.
+void wait_until(Site site, bool (*ready)(const void* subject), const void* subject, bool elsewhere = false);
 
 // For the race check: what this thread did so far is past for all who observe the key after.
 void publish(const void* key);
@@ -44,6 +44,11 @@ bool take_up(u32 pending, u32* to, void* elements, u32* bytes);
 // *p += x, one thread at a time.
 void add(float* p, float x);
 void add(double* p, double x);
+
+// Numbers in global memory that blocks pass on to each other.
+u32 increment(u32* p);
+u32 load_acquire(const u32* p);
+void wait_for_count(Site site, const u32* p, u32 x);
 
 // The block's shared memory; a fault if the launch gives less than `bytes`.
 char* shared_memory(u64 bytes);

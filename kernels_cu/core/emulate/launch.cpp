@@ -22,7 +22,9 @@ void wait_for_warp(Site site, void* record, void (*complete)(void* const*)) {
 void wait_for_warp_in_order(Site site) { home().wait_for_warp_in_order(site); }
 void wait_for_named(Site site, u32 id, u32 count) { home().meet_at_named(site, id, count, true); }
 void arrive_at_named(Site site, u32 id, u32 count) { home().meet_at_named(site, id, count, false); }
-void wait_until(Site site, bool (*ready)(const void*), const void* subject) { home().wait_until(site, ready, subject); }
+void wait_until(Site site, bool (*ready)(const void*), const void* subject, bool elsewhere) {
+  home().wait_until(site, ready, subject, elsewhere);
+}
 char* shared_memory(u64 bytes) { return home().shared_memory(bytes); }
 
 void publish(const void* key) { home().publish(key); }
@@ -39,6 +41,23 @@ template <class T> static void add_atomically(T* p, T x, void* place) {
 }
 void add(float* p, float x) { add_atomically(p, x, __builtin_return_address(0)); }
 void add(double* p, double x) { add_atomically(p, x, __builtin_return_address(0)); }
+
+u32 increment(u32* p) {
+  home().access(reinterpret_cast<uintptr_t>(p), sizeof *p, true, reinterpret_cast<uintptr_t>(__builtin_return_address(0)));
+  return __atomic_fetch_add(p, 1, __ATOMIC_ACQ_REL);
+}
+u32 load_acquire(const u32* p) {
+  home().access(reinterpret_cast<uintptr_t>(p), sizeof *p, false, reinterpret_cast<uintptr_t>(__builtin_return_address(0)));
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+}
+void wait_for_count(Site site, const u32* p, u32 x) {
+  home().access(reinterpret_cast<uintptr_t>(p), sizeof *p, false, reinterpret_cast<uintptr_t>(__builtin_return_address(0)));
+  struct Subject { const u32* p; u32 x; } subject{p, x};
+  wait_until(site, [](const void* s) {
+    const Subject& wanted = *static_cast<const Subject*>(s);
+    return __atomic_load_n(wanted.p, __ATOMIC_ACQUIRE) >= wanted.x;
+  }, &subject, true);
+}
 
 void fault(const char* format, ...) {
   va_list arguments;

@@ -93,7 +93,13 @@ template <class T> CF_DEVICE u32 cvt_rn_x2(float low, float high) {
   return emulate::pair(emulate::Format<T>::nearest(low), emulate::Format<T>::nearest(high));
 }
 
+CF_DEVICE void st_global_x4(float* p, float x0, float x1, float x2, float x3) {
+  *reinterpret_cast<emulate::Elements<float, 4>*>(p) = {{x0, x1, x2, x3}};
+}
 CF_DEVICE void st_shared_32(u32 address, u32 x) { emulate::shared_at<u32>(address) = x; }
+CF_DEVICE void st_shared_f32x2(u32 address, float x, float y) {
+  emulate::shared_at<emulate::Elements<float, 2>>(address) = {{x, y}};
+}
 CF_DEVICE void st_shared_128(u32 address, const u32 (&x)[4]) {
   emulate::shared_at<emulate::Elements<u32, 4>>(address) = {{x[0], x[1], x[2], x[3]}};
 }
@@ -129,5 +135,16 @@ CF_DEVICE bool vote_any(bool x, CF_HERE) {
 // red.global.add: *p += x, in no particular order with other threads.
 CF_DEVICE void red_add(float* p, float x) { emulate::add(p, x); }
 CF_DEVICE void red_add(double* p, double x) { emulate::add(p, x); }
+CF_DEVICE void red_add_x4(float* p, float x0, float x1, float x2, float x3) {
+  emulate::add(p, x0), emulate::add(p + 1, x1), emulate::add(p + 2, x2), emulate::add(p + 3, x3);
+}
+
+CF_DEVICE void red_release_increment(u32* p) { emulate::increment(p); }
+CF_DEVICE u32 load_acquire(const u32* p) { return emulate::load_acquire(p); }
+CF_DEVICE u32 load_relaxed(const u32* p) { return emulate::load_acquire(p); }
+CF_DEVICE void wait_for_count(const u32* p, u32 x, CF_HERE) {
+  emulate::wait_for_count({"wait_for_count", file, line}, p, x);
+}
+CF_DEVICE u32 increment(u32* p) { return emulate::increment(p); }
 
 #undef CF_HERE
