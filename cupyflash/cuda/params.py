@@ -22,6 +22,7 @@ ADDRESSES = (
     *("q", "k", "v", "out", "lse", "mask", "bias", "sinks", "slopes"),
     *("q_length", "kv_length", "query_offset", "dropout_t", "dropout_seed", "dropout_offset"),
     *("dout", "dlse", "delta", "row_delta", "slope_rows", "partials"),
+    *("row_stats", "dq_sums", "turns"),
     *("dq", "dk", "dv", "dbias", "dsinks", "dslopes"),
 )
 _NUMBERS = (

@@ -24,6 +24,7 @@ struct Call {
   void *row_delta;                          // workspace, (batch, heads_q, seqlen_q) in C order: delta - dlse
   void *slope_rows;                         // workspace, same shape: sum over keys of -distance * dS
   void *partials;                           // workspace of the bias gradient: (splits, elements of dbias), or 0
+  void *row_stats, *dq_sums, *turns;        // workspaces of the sm90 backward: attn/backward_rows.cuh
   void *dq, *dk, *dv, *dbias, *dsinks, *dslopes;
 
   double scale, softcap;                    // softcap 0: none
