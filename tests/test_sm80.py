@@ -72,7 +72,7 @@ def test_every_option_in_the_emulation(name):
 
 
 @needs_compiler
-@pytest.mark.parametrize("heads", [(4, 1), (2, 2)], ids=["packed", "a head a tile"])
+@pytest.mark.parametrize("heads", [(4, 1), (2, 2)], ids=["a group", "a head"])
 def test_runs_of_keys_in_the_emulation(heads):
     machine = Machine(compute_capability=80)
     check(
@@ -80,6 +80,5 @@ def test_runs_of_keys_in_the_emulation(heads):
         via=vjp_on(machine),
         sinks=0.5,
     )
-    forms = [config.geometry for config in machine.launched if config.kernel == "forward"]
-    assert [(form.split, form.packed) for form in forms] == [(True, heads == (4, 1))]
-    assert "combine" in {config.kernel for config in machine.launched}
+    kernels = [config.kernel for config in machine.launched]
+    assert kernels[:2] == ["decode", "combine"]

@@ -24,7 +24,7 @@ from .launch import fits, forward_recipe_of
 from .machine import Gpu, gpu
 from .operands import layout_bytes, layout_in_order, layouts, numbers, tensors
 from .params import ADDRESSES, CALL_BYTES, NUMBERS, Layout, pack_call
-from .recipe import Sizes
+from .recipe import MOST_BLOCKS, Sizes
 from .sm90_launch import Extras
 from .tensormap import ALIGNMENT
 
@@ -34,6 +34,8 @@ _ADDRESSES = struct.Struct(f"={_WRITTEN}Q")
 _RANDOM = struct.Struct("=2Q")
 _COUNTER = struct.Struct("=Q")  # the head of the launch record
 _RANDOM_AT = 8 * (len(ADDRESSES) + NUMBERS.index("dropout_seed_value"))
+_WORKSPACE = struct.Struct("=Q")
+_PARTIALS_AT = 8 * ADDRESSES.index("partials")
 # Options that may be device arrays, with the name of their address. A number for one of the first four becomes an
 # array on its way: such calls are not remembered. The last two may be numbers below a limit, which are filled in.
 _ARRAYS = {"mask": "mask", "bias": "bias", "sinks": "sinks", "alibi_slopes": "slopes"}
@@ -124,12 +126,12 @@ def clear() -> None:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One form of call: a loaded kernel, its grid, and the record but for what each call brings."""
+    """One form of call: its kernels and their grids, and the record but for what each call brings."""
 
     machine: Gpu
-    function: Any
-    launch: tuple[Any, ...]  # grid, threads, bytes of shared memory
+    launches: tuple[tuple[Any, ...], ...]  # function, grid, threads, bytes of shared memory
     record: bytes
+    partials_bytes: int  # of workspace
     out: tuple[Any, ...]  # what `_empty` takes
     lse: tuple[Any, ...] | None
     dropout: bool
@@ -144,7 +146,7 @@ class _Call:
 
     @classmethod
     def of(cls, machine: Gpu, problem: Problem, return_lse: bool) -> _Call | None:
-        """The call of a problem; None where it does not come down to one launch that reads its arrays in place."""
+        """The call of a problem; None where it takes several records, or copies of its arrays."""
         p, arrays, sizes = problem, tensors(problem), Sizes.of(problem)
         results = {"out": layout_in_order(p.out_shape, p.out_dtype, p.q)}
         if return_lse:
@@ -156,11 +158,10 @@ class _Call:
         if family.name == "sm90" and sm90_launch.copies(p):
             return None
         recipe = forward_recipe_of(p, machine, sizes, found)
-        if len(recipe.launches) != 1:
+        if not recipe.launches or any(x.record != recipe.launches[0].record for x in recipe.launches):
             return None
-        [launch] = recipe.launches
-        config, skip = launch.config, 1 if p.squeeze else 0
-        grid = min(launch.grid, machine.multiprocessors) if launch.extras else launch.grid
+        launch, skip = recipe.launches[0], 1 if p.squeeze else 0
+        most = machine.multiprocessors if launch.extras else MOST_BLOCKS
         cuda = machine.xp.cuda
         behind: tuple[bytes, ...] = ()
         if launch.extras is not None:
@@ -168,8 +169,16 @@ class _Call:
         units = _units(p, family.name)
         return cls(
             machine=machine,
-            function=machine.load(config).function,
-            launch=((grid,), (config.threads,), config.shared_bytes),
+            launches=tuple(
+                (
+                    machine.load(x.config).function,
+                    (min(x.grid, most),),
+                    (x.config.threads,),
+                    x.config.shared_bytes,
+                )
+                for x in recipe.launches
+            ),
+            partials_bytes=recipe.workspace_bytes,
             record=pack_call([0] * len(ADDRESSES), numbers(p)) + launch.record[CALL_BYTES:],
             out=_made(results["out"], skip),
             lse=_made(results["lse"], skip) if return_lse else None,
@@ -208,8 +217,11 @@ class _Call:
             maps, launch = behind
             maps[:] = self.extras.maps(row)
             _COUNTER.pack_into(launch, 0, self.machine.counter())
-        grid, threads, shared_bytes = self.launch
-        self.function(grid, threads, args, shared_bytes)
+        if self.partials_bytes:
+            partials = self.allocate(self.partials_bytes)  # kept until the launches are on their way
+            _WORKSPACE.pack_into(buffer, _PARTIALS_AT, partials.ptr)
+        for function, grid, threads, shared_bytes in self.launches:
+            function(grid, threads, args, shared_bytes)
         self.free.append(slot)  # the driver has copied the record
         return result
 

@@ -17,9 +17,9 @@ Geometry = simt.Geometry | sm80.Geometry | sm90.Geometry
 # lengths, sinks, the exact head dims, strides) is run-time.
 OPTION_BITS = ("kMaskOrBias", "kSoftcapOrAlibi", "kDropout")
 OPTION_WORDS = ("mask|bias", "softcap|alibi", "dropout")
-ATTENTION_KERNELS = ("forward", "backward_q", "backward_kv", "backward_bias")
+ATTENTION_KERNELS = ("forward", "decode", "backward", "backward_q", "backward_kv", "backward_bias")
 PREPOST = "prepost"  # what stands before and after the attention kernels of any family
-PREPOST_KERNELS = ("delta", "sum_partials", "sum_rows", "combine")
+PREPOST_KERNELS = ("delta", "sum_partials", "sum_rows", "combine", "row_stats", "finish_queries")
 PREPOST_THREADS = 256
 ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 # By family -> geometries. Keys: (kernel, bytes of the score type), also with the options, also with the architecture.
@@ -79,9 +79,8 @@ class Config:
         """Dynamic shared memory of a block."""
         if self.geometry:
             return self.geometry.shared_bytes(self.kernel, self.score_bytes)
-        return (
-            PREPOST_THREADS // 32 * self.score_bytes if self.kernel == "sum_rows" else 0
-        )  # a sum for each warp
+        sum_of_each_warp, rows_of_queries = PREPOST_THREADS // 32 * self.score_bytes, 64 * (128 + 4) * 4
+        return {"sum_rows": sum_of_each_warp, "finish_queries": rows_of_queries}.get(self.kernel, 0)
 
     def arch(self, cc: int) -> str:
         """The architecture to compile for on a device of that compute capability."""
@@ -99,6 +98,8 @@ class Config:
             constants = self.geometry.constants() | {"kSharedBytes": self.shared_bytes}
             constants |= dict(zip(OPTION_BITS, self.options))
             lines += [_constant(name, value) for name, value in constants.items()]
+        elif self.kernel == "finish_queries":
+            lines.append(_constant("kSharedBytes", self.shared_bytes))
         if isinstance(self.geometry, sm90.Geometry):
             lines.append(self.geometry.wrappers(self.dtype))
         return "\n".join(lines)
@@ -160,12 +161,11 @@ def kernels_of(family: str) -> tuple[str, ...]:
     return tuple(kernel for kernel in ATTENTION_KERNELS if any(key[0] == kernel for key in TABLES[family]))
 
 
-def in_runs(config: Config) -> list[Config]:
-    """The forms of a forward whose keys are cut into runs: with one head's rows in a tile, and with a group's."""
+def in_runs(config: Config) -> Config:
+    """The form of a forward whose keys are cut into runs."""
     if not isinstance(config.geometry, sm80.Geometry) or config.kernel != "forward":
-        return []
-    forms = [False] if any(config.options) else [False, True]
-    return [replace(config, geometry=sm80.cut(config.geometry, packed)) for packed in forms]
+        return config
+    return replace(config, geometry=sm80.cut(config.geometry))
 
 
 def all_configs(cc: int | None = None) -> Iterator[Config]:
@@ -180,8 +180,11 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
         wider = [] if family.most_head_dim else [(WIDER_THAN_ANY, WIDER_THAN_ANY)]
         for dtype, kernel in itertools.product(family.dtypes, (*kernels_of(family.name), *PREPOST_KERNELS)):
             for dims, options in itertools.product([*sorted(buckets), *wider], bits):
+                one_kernel = family.name == "sm80" and kernel == "backward"
+                if one_kernel and not sm80.in_one_kernel(max(dims), options, shared_limit(one)):
+                    continue
                 config = choose(family.name, kernel, dtype, *dims, options, one)
-                seen |= dict.fromkeys([config, *in_runs(config)])
+                seen |= dict.fromkeys([config, in_runs(config)])
     yield from seen
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import sm80
-from .configs import Config, choose, in_runs
+from .configs import Config, choose, in_runs, shared_limit
 from .params import ADDRESSES, Layout, build_record
 from .simt import ceil
 from .sm90_launch import Extras, plain_scale
@@ -104,20 +104,24 @@ def forward_recipe(family: str, cc: int, sizes: Sizes, layouts: Layouts) -> Reci
     """The forward: one kernel, no workspace; or keys in runs whose results are joined."""
     config = _config(family, "forward", cc, sizes)
     if family == "sm80" and sizes.rows and (runs := sm80.runs_of_keys(sizes)) > 1:
-        return _forward_in_runs(config, runs, sizes, layouts)
+        return _forward_in_runs(config, cc, runs, sizes, layouts)
     grid = config.geometry.blocks("forward", sizes, sizes.batch)
     record = build_record(sizes, dict(layouts))
     extras = Extras.of(config, sizes, dict(layouts), record) if config.family == "sm90" else None
     return Recipe((Launch(config, grid, record.tobytes(), extras=extras),) if grid else ())
 
 
-def _forward_in_runs(config: Any, runs: int, sizes: Sizes, layouts: Layouts) -> Recipe:
-    form: Any = in_runs(config)[sm80.may_pack(sizes)]
+def _forward_in_runs(config: Any, cc: int, runs: int, sizes: Sizes, layouts: Layouts) -> Recipe:
+    form: Any = in_runs(config)
+    if sm80.is_decode(sizes):
+        form = choose(
+            config.family, "decode", config.dtype, sizes.head_dim, sizes.head_dim_v, sizes.options, cc
+        )
     record = build_record(sizes, dict(layouts), splits=runs).tobytes()
     after = choose(config.family, "combine", config.dtype, sizes.head_dim, sizes.head_dim_v, sizes.options, 0)
     launches = (
-        Launch(form, form.geometry.blocks("forward", sizes, sizes.batch) * runs, record),
-        Launch(after, ceil(sizes.rows, after.threads // 32), record),
+        Launch(form, form.geometry.blocks(form.kernel, sizes, sizes.batch) * runs, record),
+        Launch(after, sizes.batch * ceil(sizes.heads_q * sizes.seqlen_q, after.threads // 32), record),
     )
     return Recipe(launches, (("partials", 0),), 4 * runs * sizes.rows * (sizes.head_dim_v + 1), runs)
 
@@ -152,12 +156,16 @@ class _Backward:
     def recipe(self) -> Recipe:
         if self.sizes.rows == 0:
             return Recipe(())
-        self._reserve("row_delta", self.sizes.rows)
+        if {"bias", "sinks"} & set(self.wrt) or not self._in_one_kernel():
+            self._reserve("row_delta", self.sizes.rows)
         if "slopes" in self.wrt:
             self._reserve("slope_rows", self.sizes.rows)
-        self._delta()
-        self._keys_and_values()
-        self._queries()
+        if self._in_one_kernel():
+            self._all_three()
+        else:
+            self._delta()
+            self._keys_and_values()
+            self._queries()
         if "bias" in self.wrt:
             self._bias()
         for name in ("sinks", "slopes"):
@@ -191,6 +199,33 @@ class _Backward:
             record = self._record((*_SCORES, "dout", *owners), owner=owners[0])
             grid = config.geometry.blocks("backward_kv", self.sizes, _own(record))
             self._add(config, grid, record, {"dk", "dv"}.difference(owners))
+
+    def _in_one_kernel(self) -> bool:
+        """Whether dq, dk and dv come from one kernel."""
+        s = self.sizes
+        if (
+            self.family != "sm80"
+            or "slopes" in self.wrt
+            or not sm80.in_one_kernel(max(s.head_dim, s.head_dim_v), s.options, shared_limit(self.cc))
+        ):
+            return False
+        return {"q", "k", "v"} <= set(self.wrt) and self._broadcast_axes("k") == self._broadcast_axes("v")
+
+    def _all_three(self) -> None:
+        s, config = self.sizes, _config(self.family, "backward", self.cc, self.sizes)
+        rows = s.batch * s.heads_q * ceil(s.seqlen_q, sm80.ROW_UNIT) * sm80.ROW_UNIT
+        cols = config.geometry.head_dim
+        self._reserve("row_stats", 2 * rows)
+        self._reserve("dq_sums", rows * cols)
+        self._reserve("turns", sm80.TICKETS + rows // sm80.ROW_BLOCK)
+        before = _config(self.family, "row_stats", self.cc, s)
+        names = (*_LENGTHS, "out", "lse", "dout", "dlse", "delta")
+        self._add(before, rows // sm80.ROW_UNIT, self._record(names, splits=config.geometry.block_q))
+        record = self._record((*_SCORES, "dout", "dk", "dv"), owner="dk", splits=sm80.heads_together(s))
+        self._add(config, config.geometry.blocks("backward", s, _own(record)), record, {"dq"})
+        after = _config(self.family, "finish_queries", self.cc, s)
+        record = self._record((*_LENGTHS, "dq"), owner="dq", splits=cols)
+        self._add(after, _own(record) * s.heads_q * ceil(s.seqlen_q, sm80.ROW_BLOCK), record)
 
     def _broadcast_axes(self, name: str) -> list[bool]:
         shape = self.layouts[name].shape[:-3]

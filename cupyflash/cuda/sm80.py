@@ -10,7 +10,11 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES = 128  # of swizzled tiles; dynamic shared memory is rounded up to it
 FRAGMENT = 16  # rows and columns that an mma instruction takes
+PLACE_BYTES = 128  # of what the threads of a forward share besides tiles
+PASS_BYTES = 640  # what the threads of the one-kernel backward share besides tiles
 SMALL_HEAD_DIM = 64
+HELD_BYTES = 2**25
+ROW_UNIT, ROW_BLOCK, TICKETS = 128, 64, 4  # kernels_cu/attn/backward_rows.cuh
 HALF_SHARED = 113 * 1024  # shared memory of a block of which a multiprocessor with 227 KiB holds two
 
 
@@ -25,20 +29,19 @@ class Geometry(NamedTuple):
     head_dim: int
     head_dim_v: int
     ahead: bool = False  # forward: the next step's products stand among this step's exponentials
-    queries_in_registers: bool = False  # forward
     addends: bool = False  # a mask or a bias is staged in shared memory
     split: bool = False  # forward: keys are cut into runs
-    packed: bool = False  # forward: the rows are the heads of a group, with one query each
+    ordered: bool = True  # backward: adds to dq in a fixed order
+    stages: int = 0  # decode: slices of keys that a warp has on their way, and the one it reads
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"/{self.head_dim_v}")
         words = [dims, f"q{self.block_q}", f"kv{self.block_kv}", f"s{self.step}", f"t{self.threads}"]
         flags = {
             "ahead": self.ahead,
-            "qregs": self.queries_in_registers,
             "split": self.split,
-            "packed": self.packed,
         }
+        words += [f"stages{self.stages}"] if self.stages else []
         return " ".join(words + [word for word, on in flags.items() if on])
 
     def constants(self) -> dict[str, int | bool]:
@@ -52,9 +55,9 @@ class Geometry(NamedTuple):
             "kHeadDim": self.head_dim,
             "kHeadDimV": self.head_dim_v,
             "kAhead": self.ahead,
-            "kQueriesInRegisters": self.queries_in_registers,
             "kSplit": self.split,
-            "kPacked": self.packed,
+            "kStages": self.stages,
+            "kOrdered": self.ordered,
         }
 
     def shared_bytes(self, kernel: str, score_bytes: int) -> int:
@@ -62,14 +65,18 @@ class Geometry(NamedTuple):
         d, e, q, kv = self.head_dim, self.head_dim_v, self.block_q, self.block_kv
         staged = self.addends * q * (self.step + 8) * score_bytes
         if kernel == "forward":
-            used = _tile(q, max(d, e)) + 3 * _tile(kv, d) + 2 * _tile(kv, e) + staged
+            used = _tile(q, max(d, e)) + 3 * _tile(kv, d) + 2 * _tile(kv, e) + staged + PLACE_BYTES
+        elif kernel == "decode":
+            rows = self.threads // 32 * FRAGMENT  # of keys, and of lse
+            used = _tile(q, d) + self.stages * (_tile(rows, d) + _tile(rows, e)) + rows * score_bytes
         elif kernel == "backward_q":
             used = _tile(q, d) + _tile(q, e) + 2 * (_tile(kv, d) + _tile(kv, e)) + staged
-        elif kernel == "backward_kv":
+        elif kernel in ("backward", "backward_kv"):
             pairs = self.threads // 64
             weights, rows = 2 * kv * self.step * 2, 4 * q * score_bytes
             staged = self.addends * pairs * self.step * (kv // pairs + 8) * score_bytes
             used = 2 * (_tile(kv, max(d, e)) + _tile(q, d) + _tile(q, e)) + weights + rows + staged
+            used += (kernel == "backward") * (3 * _tile(kv, q) + PASS_BYTES)
         else:
             tiles = _tile(q, d) + _tile(q, e) + _tile(kv, d) + _tile(kv, e)
             used = max(tiles + staged, q * (kv + 8) * score_bytes)
@@ -83,17 +90,19 @@ class Geometry(NamedTuple):
 
     def blocks(self, kernel: str, sizes: Sizes, owners: int) -> int:
         """Blocks of a launch whose owners (batch items, or points that gradients keep) number as many."""
-        if kernel == "backward_kv":
+        if kernel in ("backward", "backward_kv"):
             return owners * sizes.heads_kv * ceil(sizes.seqlen_k, self.block_kv)
-        if self.packed:
-            return owners * sizes.heads_kv * ceil(sizes.heads_q // sizes.heads_kv, self.block_q)
+        if kernel == "decode":
+            return owners * sizes.heads_kv * ceil(rows_of_a_group(sizes), self.block_q)
         return owners * sizes.heads_q * ceil(sizes.seqlen_q, self.block_q)
 
     def broken_rules(self, kernel: str, score_bytes: int) -> list[str]:
         """What of the kernels' assumptions does not hold."""
         warps = self.threads // 32
-        on_keys = kernel == "backward_kv"
+        on_keys = kernel in ("backward", "backward_kv")
         rows, parts = (self.block_kv, warps // 2) if on_keys else (self.block_q, warps)
+        if kernel == "decode":
+            rows, parts = self.block_kv, warps
         stepped = self.block_q if on_keys else self.block_kv
         rules = {
             f"threads = {self.threads} must be a multiple of 64": self.threads % 64 == 0,
@@ -139,20 +148,50 @@ _ROWS = {
         _row(128, 2, 128, 64, 64, 64),
         _row(128, 2, 128, 64, 64, 128),
         _row(128, 2, 128, 32, 32, 128),
+        _row(256, 1, 128, 64, 64, 256),
         _row(128, 2, 64, 32, 32, 256)._replace(ahead=True),
         _row(128, 1, 64, 16, 16, 256),
     ),
     ("forward", DROPOUT): (
-        _row(128, 2, 128, 64, 32, 64),
+        _row(128, 2, 128, 64, 64, 64),
+        _row(128, 2, 128, 64, 32, 128),
         _row(128, 2, 128, 32, 32, 128),
         _row(128, 2, 64, 32, 16, 256),
         _row(128, 1, 64, 16, 16, 256),
     ),
     ("forward", ANY): (
         _row(128, 2, 128, 64, 32, 64),
+        _row(128, 2, 64, 64, 32, 128),
         _row(128, 2, 64, 32, 16, 128),
         _row(128, 2, 64, 32, 16, 256),
         _row(128, 1, 64, 16, 16, 256),
+    ),
+    ("decode", ANY): (
+        _row(128, 2, 16, 64, 16, 64)._replace(stages=4),
+        _row(128, 2, 16, 64, 16, 128)._replace(stages=3),
+        _row(128, 1, 16, 64, 16, 128)._replace(stages=2),
+        _row(64, 2, 16, 32, 16, 256)._replace(stages=3),
+        _row(64, 1, 16, 32, 16, 256)._replace(stages=2),
+    ),
+    ("backward", PLAIN): (
+        _row(256, 1, 128, 128, 64, 64),
+        _row(256, 1, 64, 128, 64, 64),
+        _row(256, 1, 64, 64, 32, 64),
+        _row(256, 1, 64, 128, 64, 128),
+        _row(256, 1, 64, 64, 32, 128),
+    ),
+    ("backward", DROPOUT): (
+        _row(256, 1, 128, 128, 64, 64),
+        _row(256, 1, 64, 128, 64, 64),
+        _row(256, 1, 64, 64, 32, 64),
+        _row(256, 1, 64, 128, 32, 128),
+        _row(256, 1, 64, 64, 32, 128),
+    ),
+    ("backward", ANY): (
+        _row(256, 1, 64, 128, 32, 64),
+        _row(256, 1, 64, 64, 16, 64),
+        _row(256, 1, 64, 128, 16, 128),
+        _row(256, 1, 64, 64, 16, 128),
     ),
     ("backward_q", PLAIN): (
         _row(128, 2, 128, 64, 64, 64),
@@ -186,7 +225,7 @@ _ROWS = {
         _row(128, 1, 64, 16, 16, 256),
     ),
 }
-KERNELS = ("forward", "backward_q", "backward_kv", "backward_bias")
+KERNELS = ("forward", "decode", "backward", "backward_q", "backward_kv", "backward_bias")
 
 
 def _rows(kernel: str, options: tuple[bool, ...]) -> tuple[Geometry, ...]:
@@ -204,6 +243,19 @@ TABLE = {
 }
 
 
+def heads_together(sizes: Sizes) -> int:
+    """How many heads of keys the blocks of the one-kernel backward work on at once: what the L2 cache holds."""
+    bytes_each = 8 * max(sizes.seqlen_q, 1) * max(sizes.head_dim, 1) * (sizes.heads_q // sizes.heads_kv)
+    return max(1, HELD_BYTES // bytes_each)
+
+
+def in_one_kernel(head_dim: int, options: tuple[bool, ...], shared_limit: int) -> bool:
+    """Whether dq, dk and dv may come from one kernel in so much shared memory of a block."""
+    rows = TABLE["backward", 4, options]
+    return any(row.head_dim >= head_dim and row.shared_bytes("backward", 4) <= shared_limit for row in rows)
+
+
+MOST_DECODE_ROWS = 32
 MOST_RUNS = 64
 KEYS_A_RUN = 512  # at least
 KEYS_A_QUERY = 8  # with fewer keys for each query there are query tiles enough
@@ -215,7 +267,7 @@ def runs_of_keys(sizes: Any) -> int:
     return max(1, min(ceil(n, KEYS_A_RUN), MOST_RUNS, n // (KEYS_A_QUERY * max(m, 1))))
 
 
-def cut(geometry: Geometry, packed: bool) -> Geometry:
+def cut(geometry: Geometry) -> Geometry:
     """A forward's row for few queries and keys in runs."""
     wide = max(geometry.head_dim, geometry.head_dim_v) > 128
     block_kv = min(geometry.block_kv, 32 if wide else 64)
@@ -225,11 +277,15 @@ def cut(geometry: Geometry, packed: bool) -> Geometry:
         block_kv=block_kv,
         step=min(geometry.step, block_kv),
         split=True,
-        packed=packed,
     )
     return small._replace(occupancy=2 if small.shared_bytes("forward", 4) <= HALF_SHARED else 1)
 
 
-def may_pack(sizes: Sizes) -> bool:
-    """Whether the heads of a group become the rows of one tile: what varies from head to head forbids it."""
-    return sizes.seqlen_q == 1 and sizes.heads_q > sizes.heads_kv and not any(sizes.options)
+def rows_of_a_group(sizes: Sizes) -> int:
+    """Queries of all heads that share keys."""
+    return sizes.heads_q // sizes.heads_kv * sizes.seqlen_q
+
+
+def is_decode(sizes: Sizes) -> bool:
+    """Whether the queries that share keys are so few that the time goes to reading the keys."""
+    return sizes.seqlen_q == 1 or rows_of_a_group(sizes) <= MOST_DECODE_ROWS

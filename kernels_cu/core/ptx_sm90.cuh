@@ -105,8 +105,4 @@ CF_DEVICE float rcp_approx_ftz(float x) {
   return r;
 }
 
-CF_DEVICE void st_shared_f32x2(u32 to, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
-}
-
 #endif

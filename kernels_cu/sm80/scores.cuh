@@ -9,8 +9,7 @@ constexpr bool kPlainScores = !kMaskOrBias && !kSoftcapOrAlibi;
 constexpr float kLog2e = 1.4426950408889634f;
 
 // What row `first` + r of a tile sees, r < 256: columns from start + r to stop + r, below length. Rows may be queries
-// and columns keys, or the reverse: 32 bits are enough for either. Rows from `rows` on see
-// nothing. If kPacked all rows are the query `first`.
+// and columns keys, or the reverse: 32 bits are enough for either. Rows from `rows` on see nothing.
 struct RowBounds {
   i32 start, stop, length, rows;
 
@@ -26,11 +25,11 @@ struct RowBounds {
 
   // Elements of the tile whose columns begin at `col` become `hidden` where a row does not see a column.
   template <int kRows, int kCols> CF_DEVICE void select(float (&s)[kRows][kCols], i32 col, float hidden) const {
-    const i32 own = (kPacked ? 0 : fragment_row(0)) - col - fragment_col(0), end = length - col - fragment_col(0);
+    const i32 own = fragment_row(0) - col - fragment_col(0), end = length - col - fragment_col(0);
     CF_UNROLL
     for (int u = 0; u < kRows; ++u) {
-      const int r = kPacked ? 0 : u / 2 * 16 + u % 2 * 8;
-      const i32 first = start + own + r, last = kPacked || fragment_row(u) < rows ? smaller(stop + own + r, end) : first;
+      const int r = u / 2 * 16 + u % 2 * 8;
+      const i32 first = start + own + r, last = fragment_row(u) < rows ? smaller(stop + own + r, end) : first;
       CF_UNROLL
       for (int w = 0; w < kCols; ++w) {
         const int at = w / 2 * 8 + w % 2;

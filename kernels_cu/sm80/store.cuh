@@ -20,56 +20,58 @@ CF_DEVICE Target target_of(void* data, const Strides& s, i32 kind, const Item& i
   return {base, s.row, s.col, kind, row_stop, col_stop, accumulate};
 }
 
-// Element by element, for what the fast way does not take.
-template <class T, int kRows, int kCols>
-CF_DEVICE void store_elements(const float (&acc)[kRows][kCols], const Target& to, i32 row) {
+// Eight neighbours of a row, as floats in shared memory at `from`, go to columns [col, col + 8) of row `row`.
+template <class T> CF_DEVICE void store_eight(const Target& to, i32 row, i32 col, u32 from, u32 behind) {
   const Rows<T> rows = to.rows<T>();
-  T* row_at = rows.at(row + fragment_row(0), fragment_col(0));
-  CF_UNROLL
-  for (int u = 0; u < kRows; ++u) {
-    T* at = row_at;
-    CF_UNROLL
-    for (int w = 0; w < kCols; ++w) {
-      if (row + fragment_row(u) < to.row_stop && fragment_col(w) < to.col_stop) {
-        *at = convert<T>(acc[u][w] + (to.accumulate ? convert<float>(*at) : 0.0f));
-      }
-      at += (w % 2 == 0 ? 1 : 7) * rows.col_stride;
+  if (!to.accumulate && col + 8 <= to.col_stop && rows.template packed<8>()) {
+    u32 low[4], high[4];
+    ld_shared_128(low, from);
+    ld_shared_128(high, behind);
+    T* at = rows.at(row, col);
+    if constexpr (sizeof(T) == 4) {
+      *reinterpret_cast<Packed<u32, 4>*>(at) = {{low[0], low[1], low[2], low[3]}};
+      *reinterpret_cast<Packed<u32, 4>*>(at + 4) = {{high[0], high[1], high[2], high[3]}};
+    } else {
+      const auto two = [](u32 x, u32 y) { return cvt_rn_x2<T>(float_of(x), float_of(y)); };
+      *reinterpret_cast<Packed<u32, 4>*>(at) = {{two(low[0], low[1]), two(low[2], low[3]), two(high[0], high[1]),
+                                                 two(high[2], high[3])}};
     }
-    row_at += 8 * rows.row_stride;
+    return;
+  }
+  CF_UNROLL_1
+  for (i32 n = 0; n < 8 && col + n < to.col_stop; ++n) {
+    T* at = rows.at(row, col + n);
+    const float x = ld_shared_f32((n < 4 ? from : behind) + n % 4 * 4);
+    *at = convert<T>(x + (to.accumulate ? convert<float>(*at) : 0.0f));
   }
 }
 
-// acc goes to rows from `row`, through the warp's own rows from tile_row of the shared tile at `staging`.
+// acc goes to rows from `row`, through the warp's own rows from tile_row of the shared tile at `staging`: 32 columns at a
+// time, as floats.
 template <class T, int kRows, int kCols>
 CF_DEVICE void store_tile(const float (&acc)[kRows][kCols], const Target& to, i32 row, u32 staging, i32 tile_row) {
-  constexpr i32 kChunks = kCols / 2;
-  if (to.kind != KindOf<Element>::value) return store_elements<float>(acc, to, row);
-  if (to.accumulate) return store_elements<Element>(acc, to, row);
-  warp_barrier();       // the lanes have read their last of the tile
-  CF_UNROLL
-  for (int u = 0; u < kRows; ++u) {
-    CF_UNROLL
-    for (int w = 0; w < kCols; w += 2) {
-      st_shared_32(staging + T::place(tile_row + fragment_row(u), w / 2) + lane_index() % 4 * 4,
-                   cvt_rn_x2<Element>(acc[u][w], acc[u][w + 1]));
-    }
-  }
-  warp_barrier();       // the whole rows are there
-  const Rows<Element> rows = to.rows<Element>();
-  const bool packed = rows.packed<8>();
+  using Staged = Tile<T::kRowCount, 64>;      // a panel of T, of 8 chunks of four floats
   CF_UNROLL_1
-  for (i32 n = lane_index(); n < kRows * 8 * kChunks; n += 32) {
-    const i32 r = n / kChunks, chunk = n % kChunks, i = row + r, j = chunk * 8;
-    if (i >= to.row_stop || j >= to.col_stop) continue;
-    u32 words[4];
-    ld_shared_128(words, staging + T::place(tile_row + r, chunk));
-    if (packed && j + 8 <= to.col_stop) {
-      *reinterpret_cast<Packed<u32, 4>*>(rows.at(i, j)) = Packed<u32, 4>{{words[0], words[1], words[2], words[3]}};
-      continue;
-    }
+  for (i32 part = 0; part < ceil_div(kCols, 8); ++part) {
+    warp_barrier();       // the lanes have read their last of the tile, or of the columns before
     CF_UNROLL
-    for (int x = 0; x < 8; ++x) {
-      if (j + x < to.col_stop) *rows.at(i, j + x) = Element{u16(words[x / 2] >> (x % 2 * 16))};
+    for (i32 w = 0; w < kCols; w += 2) {
+      if (w / 8 != part) continue;
+      CF_UNROLL
+      for (int u = 0; u < kRows; ++u) {
+        const u32 at = staging + Staged::place(tile_row + fragment_row(u), w % 8 + i32(lane_index()) % 4 / 2);
+        st_shared_f32x2(at + lane_index() % 2 * 8, acc[u][w], acc[u][w + 1]);
+      }
+    }
+    warp_barrier();       // the whole rows are there
+    CF_UNROLL_1
+    for (i32 n = lane_index(); n < kRows * 8 * 4; n += 32) {
+      const i32 r = n / 4, i = row + r, j = part * 32 + n % 4 * 8;
+      if (i >= to.row_stop || j >= to.col_stop) continue;
+      const u32 from = staging + Staged::place(tile_row + r, n % 4 * 2);
+      const u32 behind = staging + Staged::place(tile_row + r, n % 4 * 2 + 1);
+      if (to.kind == KindOf<Element>::value) store_eight<Element>(to, i, j, from, behind);
+      else store_eight<float>(to, i, j, from, behind);
     }
   }
 }

@@ -24,29 +24,34 @@ template <int kRows, int kCols> struct Tile {
 // The first address at or above x that may begin a tile.
 CF_DEVICE u32 tile_address(u32 x) { return (x + 127) / 128 * 128; }
 
+// A whole tile of rows whose chunks are moved at once; `to` and `from` are this thread's first chunk.
+template <class T, int kCount = kThreads>
+CF_DEVICE void load_whole_tile(u32 to, const Element* from, i64 row_stride, i32 me) {
+  constexpr i32 kRowsAtOnce = kCount / 8;                 // eight threads take the chunks of a row of a panel
+  CF_UNROLL
+  for (i32 r = 0; r < T::kRowCount; r += kRowsAtOnce) {
+    if (T::kRowCount % kRowsAtOnce != 0 && r + me / 8 >= T::kRowCount) break;
+    CF_UNROLL
+    for (i32 panel = 0; panel < T::kPanels; ++panel) {
+      if (T::kColCount % 64 != 0 && panel * 64 + me % 8 * 8 >= T::kColCount) break;
+      cp_async_16((to ^ (r % 8 * 16)) + r * 128 + panel * T::kPanelBytes, from + panel * 64);
+    }
+    from += kRowsAtOnce * row_stride;
+  }
+}
+
 // Rows [row, row + kRows) below row_stop and columns below col_stop go to the tile at `tile`; all else becomes zeros,
 // and nothing else is touched. `kCount` threads take part, this one is number `me`. Where 16 bytes cannot be moved at
 // once the same values arrive in smaller pieces. The caller commits the group of copies.
 template <class T, int kCount = kThreads>
 CF_DEVICE void load_tile(u32 tile, const ElementRows& rows, i32 row, i32 row_stop, i32 col_stop, i32 me) {
-  constexpr i32 kRowsAtOnce = kCount / 8;                 // eight threads take the chunks of a row of a panel
-  static_assert(kRowsAtOnce % 8 == 0 && T::kRowCount % 8 == 0, "a thread keeps its place in the swizzle");
+  constexpr i32 kRowsAtOnce = kCount / 8;
+  static_assert(T::kRowCount % 8 == 0, "whole turns of the swizzle");
   const i32 own_row = me / 8, own_chunk = me % 8;
   const u32 to = tile + T::place(own_row, own_chunk);
   const bool packed = rows.packed<8>();
   if (packed && row + T::kRowCount <= row_stop && col_stop == T::kColCount) {
-    const Element* from = rows.at(row + own_row, own_chunk * 8);
-    CF_UNROLL
-    for (i32 r = 0; r < T::kRowCount; r += kRowsAtOnce) {
-      if (T::kRowCount % kRowsAtOnce != 0 && r + own_row >= T::kRowCount) break;
-      CF_UNROLL
-      for (i32 panel = 0; panel < T::kPanels; ++panel) {
-        if (T::kColCount % 64 != 0 && panel * 64 + own_chunk * 8 >= T::kColCount) break;
-        cp_async_16(to + r * 128 + panel * T::kPanelBytes, from + panel * 64);
-      }
-      from += kRowsAtOnce * rows.row_stride;
-    }
-    return;
+    return load_whole_tile<T, kCount>(to, rows.at(row + own_row, own_chunk * 8), rows.row_stride, me);
   }
   const bool pairs = rows.packed<2>();
   CF_UNROLL_1
@@ -54,7 +59,7 @@ CF_DEVICE void load_tile(u32 tile, const ElementRows& rows, i32 row, i32 row_sto
     const i32 r = n / T::kPanels * kRowsAtOnce, panel = n % T::kPanels, col = panel * 64 + own_chunk * 8;
     if (r + own_row >= T::kRowCount || col >= T::kColCount) continue;
     const i32 elements = row + r + own_row < row_stop ? clamp(col_stop - col, 0, 8) : 0;
-    const u32 at = to + r * 128 + panel * T::kPanelBytes;
+    const u32 at = (to ^ (r % 8 * 16)) + r * 128 + panel * T::kPanelBytes;
     const Element* from = elements > 0 ? rows.at(row + r + own_row, col) : rows.base;
     if (packed) {
       cp_async_16(at, from, 2 * elements);
@@ -78,17 +83,18 @@ CF_DEVICE void load_tile(u32 tile, const ElementRows& rows, i32 row, i32 row_sto
 //   kRowsFirst: matrices (0, 0), (8, 0), (0, 8), (8, 8): an A operand, or B from rows that are summed over (.trans)
 //   otherwise:  matrices (0, 0), (0, 8), (8, 0), (8, 8): B from rows that are its columns
 template <bool kRowsFirst> struct LaneBlock {
-  static CF_DEVICE i32 row() { return lane_index() % 8 + (kRowsFirst ? lane_index() / 8 % 2 : lane_index() / 16) * 8; }
-  static CF_DEVICE i32 chunk() { return kRowsFirst ? lane_index() / 16 : lane_index() / 8 % 2; }
+  static CF_DEVICE i32 row(u32 lane = lane_index()) { return lane % 8 + (kRowsFirst ? lane / 8 % 2 : lane / 16) * 8; }
+  static CF_DEVICE i32 chunk(u32 lane = lane_index()) { return kRowsFirst ? lane / 16 : lane / 8 % 2; }
 };
 
 // Addresses of a lane in a tile: `start` once, then blocks by constants. Rows advance by multiples of 16.
 template <class T, bool kRowsFirst> struct Reader {
   u32 start;
   CF_DEVICE Reader() : Reader(0) {}
-  explicit CF_DEVICE Reader(i32 row) {
-    const i32 r = row + LaneBlock<kRowsFirst>::row();
-    start = r * 128 + (LaneBlock<kRowsFirst>::chunk() ^ (r % 8)) * 16;
+  // `col` is a multiple of 16 of which no block crosses the panel's edge.
+  explicit CF_DEVICE Reader(i32 row, i32 col = 0, u32 lane = lane_index()) {
+    const i32 r = row + LaneBlock<kRowsFirst>::row(lane);
+    start = (r * 128 + (LaneBlock<kRowsFirst>::chunk(lane) ^ (r % 8)) * 16 ^ (col % 64 * 2)) + col / 64 * T::kPanelBytes;
   }
   // The 16x16 block at (row, col) of the tile at `tile`, both multiples of 16; tile is a multiple of 128.
   CF_DEVICE u32 block(u32 tile, i32 row, i32 col) const {

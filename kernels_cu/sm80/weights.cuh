@@ -51,11 +51,21 @@ template <int kRows> struct Weights : OnlineSoftmax<float, kRows, QuadLanes> {
 struct Dropper {
   DropoutStream stream;
   bool aligned;
+  u32 row, col, limit;      // the lane's own part of a counter where aligned; words beyond the limit are dropped
+
+  explicit CF_DEVICE Dropper(const DropoutStream& from) : stream(from), aligned(from.aligned()) {
+    stream.key0 = uniform(stream.key0);
+    stream.key1 = uniform(stream.key1);
+    row = u32(stream.origin_i) / 2 + lane_index() / 4;
+    col = u32(stream.origin_j) / 4 + lane_index() % 4;
+    limit = (stream.threshold << 16) - 1;      // at p = 1 it drops nothing, but then dropout_scale is 0
+  }
 
   // The words of the group of 16 x 16 scores at (query, key): word [2 a + b] is for row half a and column half b.
   template <bool kTurned> CF_DEVICE Words words_at(i32 query, i32 key) const {
-    const i32 i = query + fragment_row(0), j = key + fragment_col(0);
-    const Words words = aligned ? stream.words_of(u32(i + stream.origin_i), u32(j + stream.origin_j)) : gathered(i, j);
+    const Words words = aligned ? philox4x32_7({{col + u32(key) / 4, row + u32(query) / 2, stream.t, stream.offset}},
+                                               stream.key0, stream.key1)
+                                : gathered(query + fragment_row(0), key + fragment_col(0));
     if constexpr (!kTurned) return words;
     return {{movmatrix_trans(words.word[0]), movmatrix_trans(words.word[2]), movmatrix_trans(words.word[1]),
              movmatrix_trans(words.word[3])}};
@@ -64,7 +74,7 @@ struct Dropper {
   // Whether the lane's element x (of four) of row half a of a group is dropped.
   CF_DEVICE bool drops(const Words& words, int a, int x) const {
     const u32 word = words.word[2 * a + x / 2];
-    return (x % 2 == 0 ? word & 0xffffu : word >> 16) >= stream.threshold;
+    return (x % 2 == 0 ? word << 16 : word) > limit;
   }
 
   // The words of a group of this matrix, whose elements fall into other groups of the whole matrix.
@@ -125,7 +135,4 @@ CF_DEVICE void score_gradients(float (&s)[kRows][kCols], float (&dp)[kRows][kCol
   }
 }
 
-CF_DEVICE Dropper dropper_of(const Params& p, const Item& item, i32 head) {
-  const DropoutStream stream = dropout_of(p, item, head);
-  return {stream, stream.aligned()};
-}
+CF_DEVICE Dropper dropper_of(const Params& p, const Item& item, i32 head) { return Dropper(dropout_of(p, item, head)); }

@@ -19,8 +19,25 @@ from .kernel import Function, Memory
 
 _MOST_ARRAYS = 256
 _FAMILIES = ("simt", "sm80", "prepost")  # whose words all have a second implementation
-_WRITTEN = {"forward": ("out", "lse", "partials"), "combine": ("out", "lse")}  # by kernel; the others write
-_WRITTEN_BACKWARD = ("row_delta", "slope_rows", "partials", "dq", "dk", "dv", "dbias", "dsinks", "dslopes")
+_WRITTEN = {
+    "forward": ("out", "lse", "partials"),
+    "decode": ("partials",),
+    "combine": ("out", "lse"),
+}  # by kernel; the others write
+_WRITTEN_BACKWARD = (
+    "row_delta",
+    "slope_rows",
+    "partials",
+    "row_stats",
+    "dq_sums",
+    "turns",
+    "dq",
+    "dk",
+    "dv",
+    "dbias",
+    "dsinks",
+    "dslopes",
+)
 
 
 class _Loaded(NamedTuple):
