@@ -43,9 +43,12 @@
 //   64   192 x 96, two tiles ahead                   1.01  1.11  1.10              0.88  1.08  1.05
 //        192 x 128, taken late, begun early          1.09  1.15  1.09              0.84  1.03  1.09
 //        four consumers, 256 x 64, unseen tiles left 1.29  1.21  1.11              1.33  1.26  1.19
+//   as it stands, through the API                64  1.22  1.15  1.07              1.21  1.18  1.10
+//                                               128  1.02  1.08  1.09              0.97  1.03  1.06
 //
-// What did not help: key tiles of 80 at head dim 256; three consumers at head dim 128 (192 x 64, 192 x 80: 0.96 to 1.0
-// of 128 x 128); ping-pong of three or four consumers; O finished early at head dim 128.
+// At 512 keys head dim 128 stands at 0.98 and 0.91, likely because a query tile is over before the next is prepared.
+// What did not help: key tiles of 80 at head dim 256; three consumers at head dim 128 (192 x 64, 192 x 80: 0.92 to 1.02
+// of 128 x 128); ping-pong of three consumers; O finished early at head dim 128.
 #include "sm90/feed.cuh"
 
 // O is finished in the middle of the weights, and later ones are rounded as they come: 0 to 6 % at head dim 64. Elsewhere
