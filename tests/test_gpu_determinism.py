@@ -65,6 +65,20 @@ def test_an_item_alone_gives_the_bits_it_has_in_a_batch(cupy, dtype):
             assert_same(actual, full[item : item + 1], f"gradient of {name}, item {item}")
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("form", [{}, {"causal": True}, {"window": (300, 100)}], ids=str)
+def test_J01_many_tiles_of_keys_add_to_dq_in_one_order(cupy, form, dim):
+    q, k, v = qkv(cupy, 3, 4, 1500, 1500, dim, heads_kv=2, dtype=DTYPES[1])
+    cotangent = cotangents(cupy, q, q[..., 0].astype(np.float32))
+    first = everything(cupy, q, k, v, *cotangent, **form)
+    for run in range(29):
+        assert_same(everything(cupy, q, k, v, *cotangent, **form), first, f"run {run}")
+    for item in range(3):
+        alone = everything(cupy, *(x[item : item + 1] for x in (q, k, v, *cotangent)), **form)
+        for one, full in zip((*alone[0], *alone[1][:3]), (*first[0], *first[1][:3])):
+            assert_same(one, full[item : item + 1], f"item {item}")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=DTYPE_IDS)
 @pytest.mark.parametrize("layout", [layout for layout in testing.LAYOUTS if layout != "read_only"])
 def test_E01_strides_and_alignment_do_not_change_bits(cupy, dtype, layout):

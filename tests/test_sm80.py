@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import test_emulate
 from emulated import needs_compiler, vjp_on
-from support import BFLOAT16, check, qkv
+from support import BFLOAT16, assert_same, check, qkv
 
 import cupyflash
 from cupyflash.cuda import configs, sm80
@@ -82,3 +82,69 @@ def test_runs_of_keys_in_the_emulation(heads):
     )
     kernels = [config.kernel for config in machine.launched]
     assert kernels[:2] == ["decode", "combine"]
+
+
+def backward_of(m, n, *dims, seed=0, workers=0, heads=(2, 1), batch=1, **options):
+    """The gradients of a call in the emulation, and the kernels that ran."""
+    q, k, v = qkv(np, batch, heads[0], m, n, *dims, heads_kv=heads[1], dtype=BFLOAT16)
+    machine = Machine("plain", compute_capability=80, seed=seed, workers=workers)
+    out, lse = machine.attention(q, k, v, **options)
+    gradients = machine.attention_backward(q, q, k, v, out, lse, **options)
+    return gradients, [config.kernel for config in machine.launched]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": "bottom_right"}, {"window": (90, 40), "query_offset": 30}], ids=str
+)
+def test_dq_has_the_same_bits_in_whatever_order_blocks_run(options):
+    first, kernels = backward_of(300, 520, 40, **options)
+    assert "backward" in kernels
+    for seed, workers in ((1, 1), (2, 3), (3, 2)):
+        others, _ = backward_of(300, 520, 40, seed=seed, workers=workers, **options)
+        assert_same(others, first, f"seed {seed}, {workers} workers")
+
+
+@needs_compiler
+def test_dq_added_in_no_order():
+    machine = Machine(compute_capability=80)
+    check(
+        *qkv(np, 1, 2, 150, 300, 40, dtype=BFLOAT16),
+        via=vjp_on(machine),
+        causal="bottom_right",
+        deterministic=False,
+    )
+    assert [c.kernel for c in machine.launched if c.family == "prepost"] == [
+        "row_stats",
+        "clear_sums",
+        "finish_queries",
+    ]
+
+
+@needs_compiler
+def test_an_item_beside_others_keeps_its_bits():
+    batched, _ = backward_of(150, 300, 64, batch=3)
+    alone, _ = backward_of(150, 300, 64, batch=1)
+    for name, one, all_items in zip(cupyflash.Gradients._fields, alone, batched):
+        if one is not None:
+            assert_same(one, all_items[:1], name)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(20, 64), (80, 80), (96, 24), (128, 128)], ids=str)
+def test_the_backward_in_one_kernel_at_other_head_dims(dims):
+    machine = Machine(compute_capability=80)
+    q, k, v = qkv(np, 2, 4, 150, 139, *dims, heads_kv=2, dtype=np.float16)
+    check(q, k, v, via=vjp_on(machine), causal="bottom_right", q_lengths=np.array([150, 71]))
+    assert "backward" in {config.kernel for config in machine.launched}
+
+
+@needs_compiler
+@pytest.mark.parametrize("shared", ["q", "k and v"])
+def test_gradients_of_what_a_batch_shares(shared):
+    q, k, v = qkv(np, 2, 2, 70, 139, 24, 40, heads_kv=1, dtype=BFLOAT16)
+    arrays = (q[:1], k, v) if shared == "q" else (q, k[:1], v[:1])
+    machine = Machine(compute_capability=80)
+    check(*arrays, via=vjp_on(machine), causal="bottom_right")
+    assert "backward" in {config.kernel for config in machine.launched}

@@ -19,7 +19,15 @@ OPTION_BITS = ("kMaskOrBias", "kSoftcapOrAlibi", "kDropout")
 OPTION_WORDS = ("mask|bias", "softcap|alibi", "dropout")
 ATTENTION_KERNELS = ("forward", "decode", "backward", "backward_q", "backward_kv", "backward_bias")
 PREPOST = "prepost"  # what stands before and after the attention kernels of any family
-PREPOST_KERNELS = ("delta", "sum_partials", "sum_rows", "combine", "row_stats", "finish_queries")
+PREPOST_KERNELS = (
+    "delta",
+    "sum_partials",
+    "sum_rows",
+    "combine",
+    "row_stats",
+    "finish_queries",
+    "clear_sums",
+)
 PREPOST_THREADS = 256
 ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 # By family -> geometries. Keys: (kernel, bytes of the score type), also with the options, also with the architecture.
@@ -168,6 +176,13 @@ def in_runs(config: Config) -> Config:
     return replace(config, geometry=sm80.cut(config.geometry))
 
 
+def unordered(config: Config) -> Config:
+    """The form of a backward that adds to dq in no order."""
+    if not isinstance(config.geometry, sm80.Geometry) or config.kernel != "backward":
+        return config
+    return replace(config, geometry=config.geometry._replace(ordered=False))
+
+
 def all_configs(cc: int | None = None) -> Iterator[Config]:
     """Every config that `choose` can return, for one compute capability or for all."""
     ccs = sorted(SHARED_LIMITS) if cc is None else [cc]
@@ -184,7 +199,7 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
                 if one_kernel and not sm80.in_one_kernel(max(dims), options, shared_limit(one)):
                     continue
                 config = choose(family.name, kernel, dtype, *dims, options, one)
-                seen |= dict.fromkeys([config, in_runs(config)])
+                seen |= dict.fromkeys([config, in_runs(config), unordered(config)])
     yield from seen
 
 

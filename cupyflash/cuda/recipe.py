@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import sm80
-from .configs import Config, choose, in_runs, shared_limit
+from .configs import Config, choose, in_runs, shared_limit, unordered
 from .params import ADDRESSES, Layout, build_record
 from .simt import ceil
 from .sm90_launch import Extras, plain_scale
@@ -42,6 +42,7 @@ class Sizes(NamedTuple):
     bottom_right: bool
     dtype: np.dtype[Any]
     options: tuple[bool, ...]  # configs.OPTION_BITS
+    deterministic: bool = True
 
     @classmethod
     def of(cls, problem: Any) -> Sizes:
@@ -53,7 +54,7 @@ class Sizes(NamedTuple):
             p.dropout is not None,
         )
         dims = (p.lead, p.heads_q, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v)
-        return cls(*dims, p.bottom_right, p.dtype, options)
+        return cls(*dims, p.bottom_right, p.dtype, options, p.deterministic)
 
     @property
     def batch(self) -> int:
@@ -213,6 +214,8 @@ class _Backward:
 
     def _all_three(self) -> None:
         s, config = self.sizes, _config(self.family, "backward", self.cc, self.sizes)
+        if not s.deterministic:
+            config = unordered(config)
         rows = s.batch * s.heads_q * ceil(s.seqlen_q, sm80.ROW_UNIT) * sm80.ROW_UNIT
         cols = config.geometry.head_dim
         self._reserve("row_stats", 2 * rows)
@@ -221,6 +224,9 @@ class _Backward:
         before = _config(self.family, "row_stats", self.cc, s)
         names = (*_LENGTHS, "out", "lse", "dout", "dlse", "delta")
         self._add(before, rows // sm80.ROW_UNIT, self._record(names, splits=config.geometry.block_q))
+        if not s.deterministic:
+            clear = _config(self.family, "clear_sums", self.cc, s)
+            self._add(clear, rows // sm80.ROW_BLOCK, self._record(_LENGTHS, splits=cols))
         record = self._record((*_SCORES, "dout", "dk", "dv"), owner="dk", splits=sm80.heads_together(s))
         self._add(config, config.geometry.blocks("backward", s, _own(record)), record, {"dq"})
         after = _config(self.family, "finish_queries", self.cc, s)

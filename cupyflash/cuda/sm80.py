@@ -40,6 +40,7 @@ class Geometry(NamedTuple):
         flags = {
             "ahead": self.ahead,
             "split": self.split,
+            "unordered": not self.ordered,
         }
         words += [f"stages{self.stages}"] if self.stages else []
         return " ".join(words + [word for word, on in flags.items() if on])
