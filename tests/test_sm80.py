@@ -42,7 +42,7 @@ def test_the_family_takes_every_option_and_every_pair_of_them(pair, dim, backwar
 
 @pytest.mark.parametrize(
     ("m", "n", "runs"),
-    [(1, 8192, 16), (1, 131072, 64), (1, 512, 1), (64, 8192, 16), (4096, 4096, 1), (1, 0, 1)],
+    [(1, 3000, 6), (1, 8192, 8), (1, 131072, 64), (1, 512, 1), (64, 8192, 8), (4096, 4096, 1), (1, 0, 1)],
 )
 def test_keys_are_cut_by_the_lengths_alone(m, n, runs):
     for batch, heads in ((1, 1), (7, 3)):

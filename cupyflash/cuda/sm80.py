@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES = 128  # of swizzled tiles; dynamic shared memory is rounded up to it
 FRAGMENT = 16  # rows and columns that an mma instruction takes
-PLACE_BYTES = 128  # of what the threads of a forward share besides tiles
+PLACE_BYTES = 192  # of what the threads of a forward share besides tiles
 PASS_BYTES = 640  # what the threads of the one-kernel backward share besides tiles
 SMALL_HEAD_DIM = 64
 HELD_BYTES = 2**25
@@ -164,11 +164,11 @@ _ROWS = {
         _row(128, 2, 128, 64, 32, 64),
         _row(128, 2, 64, 64, 32, 128),
         _row(128, 2, 64, 32, 16, 128),
-        _row(128, 2, 64, 32, 16, 256),
+        _row(256, 1, 128, 32, 16, 256),
         _row(128, 1, 64, 16, 16, 256),
     ),
     ("decode", ANY): (
-        _row(128, 2, 16, 64, 16, 64)._replace(stages=4),
+        _row(128, 4, 16, 64, 16, 64)._replace(stages=3),
         _row(128, 2, 16, 64, 16, 128)._replace(stages=3),
         _row(128, 1, 16, 64, 16, 128)._replace(stages=2),
         _row(64, 2, 16, 32, 16, 256)._replace(stages=3),
@@ -180,6 +180,7 @@ _ROWS = {
         _row(256, 1, 64, 64, 32, 64),
         _row(256, 1, 64, 128, 64, 128),
         _row(256, 1, 64, 64, 32, 128),
+        _row(256, 1, 64, 64, 32, 256),
     ),
     ("backward", DROPOUT): (
         _row(256, 1, 128, 128, 64, 64),
@@ -258,14 +259,15 @@ def in_one_kernel(head_dim: int, options: tuple[bool, ...], shared_limit: int) -
 
 MOST_DECODE_ROWS = 32
 MOST_RUNS = 64
-KEYS_A_RUN = 512  # at least
+KEYS_A_RUN, MANY_RUNS = 512, 8  # twice as many keys where they make so many runs
 KEYS_A_QUERY = 8  # with fewer keys for each query there are query tiles enough
 
 
 def runs_of_keys(sizes: Any) -> int:
     """Into how many runs a forward cuts its keys: a function of the lengths alone, so that bits do not vary."""
     m, n = sizes.seqlen_q, sizes.seqlen_k
-    return max(1, min(ceil(n, KEYS_A_RUN), MOST_RUNS, n // (KEYS_A_QUERY * max(m, 1))))
+    runs = min(ceil(n, KEYS_A_RUN), max(MANY_RUNS, ceil(n, 2 * KEYS_A_RUN)))
+    return max(1, min(runs, MOST_RUNS, n // (KEYS_A_QUERY * max(m, 1))))
 
 
 def cut(geometry: Geometry) -> Geometry:

@@ -7,7 +7,9 @@
 #include "core/block.cuh"
 #include "core/warp.cuh"
 
-constexpr i32 kCombineThreads = 256, kMostRuns = 64, kOwnRuns = kMostRuns / 32, kAtOnce = 8;
+constexpr i32 kCombineThreads = 256, kMostRuns = 64, kOwnRuns = kMostRuns / 32, kAtOnce = 16;
+
+template <int kWidth> struct Width { static constexpr int value = kWidth; };      // columns that a lane takes at once
 
 struct WarpLanes {
   static CF_DEVICE Score max(Score x) {
@@ -50,23 +52,36 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads) cupyflash_combine(
   for (i32 n = 0; n < kOwnRuns; ++n) weight[n] = weight[n] / total;
   const Score lse = top == Limits<Score>::infinity() ? top : top + logarithm(total);
   const i64 out_row = lead_offset(p.out.lead, item) + p.out.head * head + p.out.row * row;
-  CF_UNROLL_1
-  for (i32 col = lane; col < round_up(p.head_dim_v, 32); col += 32) {
-    const bool inside = col < p.head_dim_v;
-    Score sum = Score(0);
+  const auto join = [&](auto width) {
+    constexpr int kWidth = decltype(width)::value;
     CF_UNROLL_1
-    for (i32 first = 0; first < p.splits; first += kAtOnce) {
-      Score x[kAtOnce];
+    for (i32 col = lane * kWidth; col < round_up(p.head_dim_v, 32 * kWidth); col += 32 * kWidth) {
+      Score sum[kWidth] = {};
+      CF_UNROLL_1
+      for (i32 first = 0; first < p.splits; first += kAtOnce) {
+        Packed<Score, kWidth> x[kAtOnce];
+        CF_UNROLL
+        for (i32 n = 0; n < kAtOnce; ++n) {
+          const Score* from = outs + ((first + n) * all * p.head_dim_v + col);
+          x[n] = Packed<Score, kWidth>{};
+          if (col < p.head_dim_v && first + n < p.splits) x[n] = *reinterpret_cast<const Packed<Score, kWidth>*>(from);
+        }
+        CF_UNROLL
+        for (i32 n = 0; n < kAtOnce; ++n) {
+          const Score of_run = shuffle(first < 32 ? weight[0] : weight[1], u32(first + n) % 32);
+          CF_UNROLL
+          for (int c = 0; c < kWidth; ++c) sum[c] = of_run != Score(0) ? fused(of_run, x[n].value[c], sum[c]) : sum[c];
+        }
+      }
       CF_UNROLL
-      for (i32 n = 0; n < kAtOnce; ++n) x[n] = inside && first + n < p.splits ? outs[(first + n) * all * p.head_dim_v + col] : Score(0);
-      CF_UNROLL
-      for (i32 n = 0; n < kAtOnce; ++n) {
-        const Score of_run = shuffle(first < 32 ? weight[0] : weight[1], u32(first + n) % 32);
-        if (of_run != Score(0)) sum = fused(of_run, x[n], sum);
+      for (int c = 0; c < kWidth; ++c) {
+        if (col + c < p.head_dim_v) store_kind(p.call.out, p.out_kind, out_row + p.out.col * (col + c), live ? sum[c] : Score(0));
       }
     }
-    if (inside) store_kind(p.call.out, p.out_kind, out_row + p.out.col * col, live ? sum : Score(0));
-  }
+  };
+  constexpr int kWide = 16 / sizeof(Score);
+  if (p.head_dim_v % kWide == 0) join(Width<kWide>{});
+  else join(Width<1>{});
   if (p.call.lse == nullptr || lane != 0) return;
   *rows_of<Score>(p.call.lse, p.lse, item, head).at(row, 0) = live ? lse : none;
 }

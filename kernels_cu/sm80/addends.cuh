@@ -104,11 +104,9 @@ struct AddendSource {
       }
     } else {
       CF_UNROLL_1
-      for (i32 n = 0; n < Batch::kMoves; ++n) {
-        const i32 move = lane_index() + 32 * n, i = row + move / Batch::kGroups, j = col + move % Batch::kGroups * 4;
-        CF_UNROLL
-        for (int x = 0; x < 4; ++x) words[x] = seen(addend_at(i, j + x));
-        st_shared_128(place(n), words);
+      for (i32 n = lane_index(); n < kRows * kCols; n += 32) {
+        const i32 i = n / kCols, j = n % kCols;
+        st_shared_32(to + (i * Staging<kCols>::kRow + j) * 4, seen(addend_at(row + i, col + j)));
       }
     }
     warp_barrier();      // what all lanes have written is there

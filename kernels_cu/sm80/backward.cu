@@ -19,8 +19,8 @@
 
 constexpr i32 kPairs = kWarps / 2, kPairRows = kBlockKV / kPairs, kR = kPairRows / 8, kC = kStep / 4;
 constexpr i32 kWideDim = larger(kHeadDim, kHeadDimV);
+constexpr bool kKeysInRegisters = kWideDim <= 64 && kPlainScores && !kDropout;      // where they have room
 static_assert(kBlockKV % (16 * kPairs) == 0 && kBlockQ % kStep == 0 && kStep % 16 == 0, "whole fragments");
-static_assert(2 * kBlockQ <= kThreads, "a thread fetches one of lse or delta");
 
 using TileK = Tile<kBlockKV, kWideDim>;
 using TileV = Tile<kBlockKV, kWideDim>;
@@ -33,7 +33,8 @@ using TileS = Tile<kBlockKV, kBlockQ>;     // dA^T
 
 // A warp's part of the dq of a query tile.
 constexpr i32 kDqRows = smaller(32, kBlockQ / 2), kDqRowParts = kBlockQ / kDqRows, kDqColParts = kWarps / kDqRowParts;
-constexpr i32 kDqCols = ceil_div(kHeadDim / 16, kDqColParts) * 16;
+constexpr i32 kDqLeast = ceil_div(kHeadDim, kDqColParts), kDqCols = kDqLeast <= 16 ? 16 : kDqLeast <= 32 ? 32 : 64;
+static_assert(kDqCols * kDqColParts >= kHeadDim, "the warps' parts cover it, and none crosses the edge of a panel");
 static_assert(kBlockQ % kRowBlock == 0 && kDqRows % 16 == 0, "whole blocks of rows, whole fragments");
 
 // Offsets in shared memory.
@@ -84,6 +85,7 @@ struct Backward {
   Reader<TileO, false> read_o;
   Reader<TileQ, true> sum_q;
   Reader<TileO, true> sum_o;
+  Operand<kR / 2, kKeysInRegisters ? kWideDim : 16> own_keys;      // of the pair: K in its first warp, V in the second
 
   CF_DEVICE u32 q_tile(i32 x) const { return shared + kAtQ + u32(x) % 2u * TileQ::kBytes; }
   CF_DEVICE u32 o_tile(i32 x) const { return shared + kAtO + u32(x) % 2u * TileO::kBytes; }
@@ -135,17 +137,21 @@ struct Backward {
                             dq_sums_of(p, pass.item, head, kHeadDim), turns_of(p, pass.item, head), packed};
   }
 
-  // Starts copies of tile x.
+  // Starts copies of tile x. The first warps of the pairs do so: the second ones will wait for their adds to be seen, and
+  // would wait for their copies, too.
   CF_DEVICE void load_queries(i32 x) const {
+    constexpr i32 kCopying = 32 * kPairs;
     const Head& head = pass.head(x);
     const i32 me = i32(opaque(thread_index())), row = pass.at(x).row, q_length = pass.sight.q_length;
     if (head.packed && row + kBlockQ <= q_length) {
       const u32 to = TileQ::place(me / 8, me % 8);
-      load_whole_tile<TileQ>(q_tile(x) + to, head.q + ((row + me / 8) * p.q.row + me % 8 * 8), p.q.row, me);
-      load_whole_tile<TileO>(o_tile(x) + to, head.dout + ((row + me / 8) * p.dout.row + me % 8 * 8), p.dout.row, me);
+      const Element* q_from = head.q + ((row + me / 8) * p.q.row + me % 8 * 8);
+      const Element* o_from = head.dout + ((row + me / 8) * p.dout.row + me % 8 * 8);
+      load_whole_tile<TileQ, kCopying>(q_tile(x) + to, q_from, p.q.row, me);
+      load_whole_tile<TileO, kCopying>(o_tile(x) + to, o_from, p.dout.row, me);
     } else {
-      load_tile<TileQ>(q_tile(x), {head.q, p.q.row, p.q.col}, row, q_length, p.head_dim, me);
-      load_tile<TileO>(o_tile(x), {head.dout, p.dout.row, p.dout.col}, row, q_length, p.head_dim_v, me);
+      load_tile<TileQ, kCopying>(q_tile(x), {head.q, p.q.row, p.q.col}, row, q_length, p.head_dim, me);
+      load_tile<TileO, kCopying>(o_tile(x), {head.dout, p.dout.row, p.dout.col}, row, q_length, p.head_dim_v, me);
     }
     if (me < kBlockQ / 2) cp_async_16(row_stats(x) + me * 16, head.stats + (2 * row + me * 4));
   }
@@ -167,7 +173,14 @@ struct Backward {
     const u32 tile = u32(opaque(keys));
     const auto load = [&](u32(&left)[kR / 2][4], int k) {
       CF_UNROLL
-      for (int t = 0; t < kR / 2; ++t) ldmatrix_x4(left[t], read_keys.block(tile, 16 * t, 16 * k));
+      for (int t = 0; t < kR / 2; ++t) {
+        if constexpr (kKeysInRegisters) {
+          CF_UNROLL
+          for (int n = 0; n < 4; ++n) left[t][n] = own_keys.word[k][t][n];
+        } else {
+          ldmatrix_x4(left[t], read_keys.block(tile, 16 * t, 16 * k));
+        }
+      }
     };
     multiply_by_transposed<TileB, kDepth>(acc, load, b, read_b, step_row, [](int) {});
   }
@@ -340,7 +353,7 @@ struct Backward {
   }
 
   // Walks all queries; `acc` is dv in the first warp of a pair and dk in the second.
-  CF_DEVICE void walk(Accumulator& acc, bool first_of_pair) const {
+  CF_DEVICE void walk(Accumulator& acc, bool first_of_pair) {
     CF_UNROLL_1
     for (u32 loop = 0; loop < points(p.loop); ++loop) {
       begin_pass(loop);
@@ -350,10 +363,11 @@ struct Backward {
       for (i32 x = -1; x <= pass.tiles + 1; ++x) {
         cp_async_wait_group<0>();
         block_barrier();        // tile x is there for everyone, and dA^T of the one before; nobody reads that one any more
-        if (x + 1 < pass.tiles) load_queries(x + 1);
+        if (first_of_pair && x + 1 < pass.tiles) load_queries(x + 1);
         cp_async_commit_group();
-        if (thread_index() == 0 && x + 2 < pass.tiles) begin_tile(x + 2);
+        if (kKeysInRegisters && x == 0) load_operand(own_keys, first_of_pair ? shared : shared + kAtV, read_keys, 0);
         if (!first_of_pair) sum_queries(x - 2);
+        if (thread_index() == kThreads / 2 && x + 2 < pass.tiles) begin_tile(x + 2);
         if (x >= 0 && x < pass.tiles) {
           const i32 row = pass.at(x).row;
           const bool whole = pass.whole[pair].covers(row, smaller(row + kBlockQ, pass.sight.q_length));

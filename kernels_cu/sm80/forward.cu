@@ -27,7 +27,7 @@ using TileV = Tile<kBlockKV, kHeadDimV>;
 // Offsets in shared memory.
 constexpr i32 kAtK = TileQ::kBytes, kAtV = kAtK + 3 * TileK::kBytes, kAtAddends = kAtV + 2 * TileV::kBytes;
 constexpr i32 kAddendBytes = kMaskOrBias ? kWarpRows * Staging<kStep>::kRow * 4 : 0;      // of a warp and step
-constexpr i32 kAtPlace = kAtAddends + kWarps * kAddendBytes, kPlaceBytes = 128, kUsedBytes = kAtPlace + kPlaceBytes;
+constexpr i32 kAtPlace = kAtAddends + kWarps * kAddendBytes, kPlaceBytes = 192, kUsedBytes = kAtPlace + kPlaceBytes;
 static_assert(kUsedBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
 
 using Scores = float[kR][kC];
@@ -38,6 +38,7 @@ struct Place {
   Item item;
   Visibility sight;
   i32 head, block_row, split;      // the first row of the tile
+  AddendSource addends;
 
   CF_DEVICE void begin(const Params& p) {
     const i32 tiles = ceil_div(p.seqlen_q, kBlockQ), splits = kSplit ? p.splits : 1;
@@ -47,6 +48,7 @@ struct Place {
     head = work.head;
     block_row = work.tile * kBlockQ;
     split = work.split;
+    if constexpr (kMaskOrBias) addends = {addends_of(p, item, head), p.seqlen_q, p.seqlen_k};
   }
 };
 static_assert(sizeof(Place) <= kPlaceBytes, "there is room");
@@ -67,7 +69,6 @@ struct Forward {
   Reader<TileV, true> read_v;
   Weights<kR> weights;
   float out[kR][kO];
-  AddendSource addends;
   u32 staging;                         // of the warp
   AddendBatch<kWarpRows, kMaskOrBias ? kStep : 16> coming;      // of the next step
 
@@ -115,7 +116,7 @@ struct Forward {
   CF_DEVICE void begin(Scores& s, i32 col) {
     multiply_scores(s, col, [](int) {});
     Scores unused;
-    if constexpr (!kPlainScores) rules.scale(s, unused, row, col, staging);
+    if constexpr (!kPlainScores) rules.scale(s, unused, row, col, u32(opaque(staging)));
     select(s, col);
   }
 
@@ -239,8 +240,8 @@ struct Forward {
       if (col == first * kBlockKV && p.call.scale < 0.0) negate_q();
       const bool mine = col >= warp_start && col < warp_stop;
       if constexpr (kMaskOrBias) {
-        const bool any = mine && addends.lay_out(coming, staging, row, col);
-        if (col + kStep >= warp_start && col + kStep < warp_stop) addends.fetch(coming, row, col + kStep);
+        const bool any = mine && at.addends.lay_out(coming, staging, row, col);
+        if (col + kStep >= warp_start && col + kStep < warp_stop) at.addends.fetch(coming, row, col + kStep);
         if (!any) continue;      // they forbid all of it
       }
       if (!mine) continue;
@@ -317,10 +318,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_for
                   any ? warp_start : -1, any ? warp_stop : -1, sight.keys_of_all(row, smaller(row + kWarpRows, sight.q_length)),
                   kPlainScores ? rules.terms.scale * kLog2e : kLog2e, rows_of<const Element>(p.call.k, p.k, at.item, kv_head),
                   rows_of<const Element>(p.call.v, p.v, at.item, kv_head), shared, shared + kAtK, shared + kAtV};
-  if constexpr (kMaskOrBias) {
-    forward.addends = {addends_of(p, at.item, at.head), p.seqlen_q, p.seqlen_k};
-    forward.staging = shared + kAtAddends + warp_index() * kAddendBytes;
-  }
+  forward.staging = shared + kAtAddends + warp_index() * kAddendBytes;
   forward.weights.reset();
   clear(forward.out);
   if (first < last) {

@@ -46,10 +46,38 @@ template <class T> CF_DEVICE void store_eight(const Target& to, i32 row, i32 col
   }
 }
 
-// acc goes to rows from `row`, through the warp's own rows from tile_row of the shared tile at `staging`: 32 columns at a
-// time, as floats.
+// The same for whole columns of elements that replace what is there: rounded on their way to shared memory.
+template <class T, int kRows, int kCols>
+CF_DEVICE void store_whole_tile(const float (&acc)[kRows][kCols], const Target& to, i32 row, u32 staging, i32 tile_row) {
+  constexpr i32 kChunks = kCols / 2;
+  warp_barrier();       // the lanes have read their last of the tile
+  CF_UNROLL
+  for (int u = 0; u < kRows; ++u) {
+    CF_UNROLL
+    for (int w = 0; w < kCols; w += 2) {
+      st_shared_32(staging + T::place(tile_row + fragment_row(u), w / 2) + lane_index() % 4 * 4,
+                   cvt_rn_x2<Element>(acc[u][w], acc[u][w + 1]));
+    }
+  }
+  warp_barrier();       // the whole rows are there
+  const Rows<Element> rows = to.rows<Element>();
+  CF_UNROLL_1
+  for (i32 n = lane_index(); n < kRows * 8 * kChunks; n += 32) {
+    const i32 r = n / kChunks, chunk = n % kChunks;
+    u32 words[4];
+    ld_shared_128(words, staging + T::place(tile_row + r, chunk));
+    if (row + r >= to.row_stop || chunk * 8 >= to.col_stop) continue;
+    *reinterpret_cast<Packed<u32, 4>*>(rows.at(row + r, chunk * 8)) = Packed<u32, 4>{{words[0], words[1], words[2], words[3]}};
+  }
+}
+
+// acc goes to rows from `row`, through the warp's own rows from tile_row of the shared tile at `staging`; where it must be
+// 32 columns at a time, as floats.
 template <class T, int kRows, int kCols>
 CF_DEVICE void store_tile(const float (&acc)[kRows][kCols], const Target& to, i32 row, u32 staging, i32 tile_row) {
+  if (to.kind == KindOf<Element>::value && !to.accumulate && to.col_stop % 8 == 0 && to.rows<Element>().template packed<8>()) {
+    return store_whole_tile<T>(acc, to, row, staging, tile_row);
+  }
   using Staged = Tile<T::kRowCount, 64>;      // a panel of T, of 8 chunks of four floats
   CF_UNROLL_1
   for (i32 part = 0; part < ceil_div(kCols, 8); ++part) {
