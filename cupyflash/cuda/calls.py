@@ -19,7 +19,7 @@ import numpy as np
 
 from ..problem import Problem
 from . import sm90_launch
-from .families import choose_family
+from .families import Family, choose_family
 from .launch import fits, forward_recipe_of
 from .machine import Gpu, gpu
 from .operands import layout_bytes, layout_in_order, layouts, numbers, tensors
@@ -34,8 +34,7 @@ _ADDRESSES = struct.Struct(f"={_WRITTEN}Q")
 _RANDOM = struct.Struct("=2Q")
 _COUNTER = struct.Struct("=Q")  # the head of the launch record
 _RANDOM_AT = 8 * (len(ADDRESSES) + NUMBERS.index("dropout_seed_value"))
-_WORKSPACE = struct.Struct("=Q")
-_PARTIALS_AT = 8 * ADDRESSES.index("partials")
+_ADDRESS = struct.Struct("=Q")
 # Options that may be device arrays, with the name of their address. A number for one of the first four becomes an
 # array on its way: such calls are not remembered. The last two may be numbers below a limit, which are filled in.
 _ARRAYS = {"mask": "mask", "bias": "bias", "sinks": "sinks", "alibi_slopes": "slopes"}
@@ -129,9 +128,10 @@ class _Call:
     """One form of call: its kernels and their grids, and the record but for what each call brings."""
 
     machine: Gpu
-    launches: tuple[tuple[Any, ...], ...]  # function, grid, threads, bytes of shared memory
+    launches: tuple[tuple[Any, ...], ...]  # function, grid, threads, bytes of shared memory, arguments
     record: bytes
-    partials_bytes: int  # of workspace
+    workspace: tuple[tuple[int, int], ...]  # index of an address in the record, offset of the array there
+    workspace_bytes: int
     out: tuple[Any, ...]  # what `_empty` takes
     lse: tuple[Any, ...] | None
     dropout: bool
@@ -155,30 +155,31 @@ class _Call:
         family, _ = choose_family(p, machine.compute_capability)
         if not fits(sizes, found, family.lead_axes) or not all(map(machine.owns, arrays.values())):
             return None
-        if family.name == "sm90" and sm90_launch.copies(p):
+        if family.arch_suffix and sm90_launch.copies(p):
             return None
         recipe = forward_recipe_of(p, machine, sizes, found)
         if not recipe.launches or any(x.record != recipe.launches[0].record for x in recipe.launches):
             return None
-        launch, skip = recipe.launches[0], 1 if p.squeeze else 0
-        most = machine.multiprocessors if launch.extras else MOST_BLOCKS
+        launch, skip = recipe.launches[-1], 1 if p.squeeze else 0
         cuda = machine.xp.cuda
         behind: tuple[bytes, ...] = ()
         if launch.extras is not None:
             behind = (bytes(sm90_launch.MAPS_BYTES), launch.extras.launch([0] * 4, numbers(p), 0))
-        units = _units(p, family.name)
+        units = _units(p, family)
         return cls(
             machine=machine,
             launches=tuple(
                 (
                     machine.load(x.config).function,
-                    (min(x.grid, most),),
+                    (min(x.grid, machine.multiprocessors if x.extras else MOST_BLOCKS),),
                     (x.config.threads,),
                     x.config.shared_bytes,
+                    1 if x.extras is None else 3,
                 )
                 for x in recipe.launches
             ),
-            partials_bytes=recipe.workspace_bytes,
+            workspace=tuple((ADDRESSES.index(name), offset) for name, offset in recipe.workspace),
+            workspace_bytes=recipe.workspace_bytes,
             record=pack_call([0] * len(ADDRESSES), numbers(p)) + launch.record[CALL_BYTES:],
             out=_made(results["out"], skip),
             lse=_made(results["lse"], skip) if return_lse else None,
@@ -211,17 +212,20 @@ class _Call:
             slot = self._slot()
         buffer, args, behind = slot
         _ADDRESSES.pack_into(buffer, 0, *row)
+        if self.workspace:
+            memory = self.allocate(self.workspace_bytes)  # kept until the launches are on their way
+            row.extend([0] * (len(ADDRESSES) - _WRITTEN))
+            for index, offset in self.workspace:
+                row[index] = memory.ptr + offset
+                _ADDRESS.pack_into(buffer, 8 * index, row[index])
         if self.dropout:
             _RANDOM.pack_into(buffer, _RANDOM_AT, *random)
         if self.extras is not None:
             maps, launch = behind
             maps[:] = self.extras.maps(row)
             _COUNTER.pack_into(launch, 0, self.machine.counter())
-        if self.partials_bytes:
-            partials = self.allocate(self.partials_bytes)  # kept until the launches are on their way
-            _WORKSPACE.pack_into(buffer, _PARTIALS_AT, partials.ptr)
-        for function, grid, threads, shared_bytes in self.launches:
-            function(grid, threads, args, shared_bytes)
+        for function, grid, threads, shared_bytes, count in self.launches:
+            function(grid, threads, args[:count], shared_bytes)
         self.free.append(slot)  # the driver has copied the record
         return result
 
@@ -238,12 +242,13 @@ class _Call:
         return buffers[0], args, tuple(map(memoryview, bare[1:]))
 
 
-def _units(problem: Problem, family: str) -> tuple[int, int, int]:
+def _units(problem: Problem, family: Family) -> tuple[int, int, int]:
     """What the addresses of q, k and v, of the mask and of the bias must be multiples of."""
-    if family != "sm90":
-        return problem.dtype.itemsize, 1, 1
+    itemsize = problem.dtype.itemsize
+    if not family.arch_suffix:
+        return itemsize, 1, 1
     bias = problem.bias
-    return ALIGNMENT, 2, 1 if bias is None else 2 * bias.dtype.itemsize
+    return ALIGNMENT if itemsize == 2 else itemsize, 2, 1 if bias is None else 2 * bias.dtype.itemsize
 
 
 def _made(layout: Layout, skip: int) -> tuple[Any, ...]:

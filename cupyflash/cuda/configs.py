@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import simt, sm80, sm90, source
+from . import simt, sm80, sm90, sm90_wide, source
 from .families import FAMILIES, family_of
 
-Geometry = simt.Geometry | sm80.Geometry | sm90.Geometry
+Geometry = simt.Geometry | sm80.Geometry | sm90.Geometry | sm90_wide.Geometry
 
 # The options that are compile-time, as in Config.options: what changes the inner loop. Everything else (positions,
 # lengths, sinks, the exact head dims, strides) is run-time.
@@ -28,10 +28,16 @@ PREPOST_KERNELS = (
     "finish_queries",
     "clear_sums",
 )
+OWN_PREPOST_KERNELS = {"sm90_wide": ("split",)}  # likewise, of one family
 PREPOST_THREADS = 256
 ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 # By family -> geometries. Keys: (kernel, bytes of the score type), also with the options, also with the architecture.
-TABLES: dict[str, dict[Any, tuple[Any, ...]]] = {"sm90": sm90.TABLE, "sm80": sm80.TABLE, "simt": simt.TABLE}
+TABLES: dict[str, dict[Any, tuple[Any, ...]]] = {
+    "sm90": sm90.TABLE,
+    "sm90_wide": sm90_wide.TABLE,
+    "sm80": sm80.TABLE,
+    "simt": simt.TABLE,
+}
 WIDER_THAN_ANY = 2**30  # a head dim beyond every bucket
 # KiB of shared memory that a block may have, by the least compute capability it holds from.
 SHARED_LIMITS = {60: 48, 70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -108,7 +114,7 @@ class Config:
             lines += [_constant(name, value) for name, value in constants.items()]
         elif self.kernel == "finish_queries":
             lines.append(_constant("kSharedBytes", self.shared_bytes))
-        if isinstance(self.geometry, sm90.Geometry):
+        if isinstance(self.geometry, sm90.Geometry | sm90_wide.Geometry):
             lines.append(self.geometry.wrappers(self.dtype))
         return "\n".join(lines)
 
@@ -150,6 +156,8 @@ def choose(
     """
     if kernel in PREPOST_KERNELS:
         return Config(PREPOST, kernel, dtype)
+    if kernel in OWN_PREPOST_KERNELS.get(family, ()):
+        return Config(family, kernel, dtype)
     key = (kernel, 8 if dtype == "float64" else 4)
     table = TABLES[family]
     rows = table.get((*key, options, _known(cc))) or table.get((*key, options)) or table[key]
@@ -193,7 +201,8 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
             continue
         buckets = {(row.head_dim, row.head_dim_v) for rows in TABLES[family.name].values() for row in rows}
         wider = [] if family.most_head_dim else [(WIDER_THAN_ANY, WIDER_THAN_ANY)]
-        for dtype, kernel in itertools.product(family.dtypes, (*kernels_of(family.name), *PREPOST_KERNELS)):
+        kernels = (*kernels_of(family.name), *PREPOST_KERNELS, *OWN_PREPOST_KERNELS.get(family.name, ()))
+        for dtype, kernel in itertools.product(family.dtypes, kernels):
             for dims, options in itertools.product([*sorted(buckets), *wider], bits):
                 one_kernel = family.name == "sm80" and kernel == "backward"
                 if one_kernel and not sm80.in_one_kernel(max(dims), options, shared_limit(one)):

@@ -42,6 +42,8 @@ class Family:
         Whether it has a backward.
     lead_axes : int
         How many leading axes that do not merge it takes in place.
+    least_queries : int
+        The smallest number of queries that it takes.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Family:
     precisions: tuple[str, ...]
     backward: bool = True
     lead_axes: int = LEAD_AXES
+    least_queries: int = 0
 
     def arch(self, cc: int) -> str:
         """The architecture to compile for, as in sm_<arch>."""
@@ -68,6 +71,8 @@ class Family:
             return (
                 f"takes head dims up to {self.most_head_dim}, got {problem.head_dim} and {problem.head_dim_v}"
             )
+        if problem.seqlen_q < self.least_queries:
+            return f"leaves fewer than {self.least_queries} queries to families that prepare less"
         if self.arch_suffix and problem.head_dim_v == 0:
             return "takes no values of no columns"
         if self.arch_suffix and (reason := too_old_for_suffixes()):
@@ -90,6 +95,18 @@ FAMILIES = (
         precisions=(),
         backward=False,
         lead_axes=2,
+    ),
+    Family(
+        name="sm90_wide",
+        least_cc=90,
+        most_cc=90,
+        arch_suffix="a",
+        dtypes=("float32",),
+        most_head_dim=128,
+        precisions=("tf32x3",),
+        backward=False,
+        lead_axes=2,
+        least_queries=256,
     ),
     Family(
         name="sm80",

@@ -38,7 +38,7 @@ def forward(
             return flat_forward(
                 problem, out, lse, lambda flat: forward(flat, need_lse=need_lse, machine=machine)
             )
-        if family.name == "sm90":
+        if family.arch_suffix:
             arrays |= readable(problem)
         if out is None:
             out = empty_in_order(machine.xp, problem.out_shape, problem.out_dtype, problem.q)

@@ -86,7 +86,7 @@ def planned(
         problem = flat_problem(problem)
         found, results = layouts(tensors(problem)), _results(problem, backward)
         copied += sum(map(layout_bytes, results.values()))
-    if chosen.name == "sm90":
+    if chosen.arch_suffix:
         made = sm90_launch.copies(problem)
         copied += sum(copy.nbytes for copy in made.values())
         found |= {name: copy.layout for name, copy in made.items()}

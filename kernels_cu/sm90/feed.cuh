@@ -3,7 +3,6 @@
 #pragma once
 #include "sm90/tiles.cuh"
 
-constexpr i32 kWorkSlots = 2;
 constexpr i32 kLead = 3;        // key tiles that are still to be loaded when the next piece of work is asked for
 static_assert(ceil_div(kBlockQ - 64, kBlockKV) <= kStages, "keys are passed by while values before them are held");
 static_assert(kThreads == 128 * (kConsumers + 1), "a producer and the consumers");
@@ -14,8 +13,6 @@ struct Control {
   u64 k_ready[kStages], k_free[kStages], v_ready[kStages], v_free[kStages];
   Work work[kWorkSlots];
 };
-
-CF_DEVICE u32 barrier(const u64* bars, u32 stage) { return shared_address(bars) + 8 * stage; }
 
 CF_DEVICE void initialise(Control& control) {
   mbarrier_init(control.work_wanted, 1);
@@ -32,29 +29,7 @@ CF_DEVICE void initialise(Control& control) {
   fence_mbarrier_init();
 }
 
-// ---- scheduler: one thread, so that nobody waits for its divisions and loads. It takes a tile only when the producer
-// is about to need it: tiles taken early would lie with a block whatever it has before them
-
-CF_DEVICE void schedule(const Params& p, const Launch& launch, Control& control) {
-  Ring<kWorkSlots> slot{0, 1};                 // parity 1: the first wait for a free slot falls through
-  u32 tile = block_index(), wanted = 0;
-  while (true) {
-    Work& work = control.work[slot.stage];
-    mbarrier_try_wait_parity(shared_address(&control.work_free[slot.stage]), slot.parity);
-    const bool any = tile < u32(launch.tiles);
-    if (any) prepare(work, p, launch, tile); else work.number = -1, see_nothing(work);
-    mbarrier_arrive(shared_address(&control.work_ready[slot.stage]));            // the others may read it
-    if (!any) break;
-    slot.advance();
-    mbarrier_try_wait_parity(shared_address(&control.work_wanted), wanted);
-    wanted ^= 1;
-    tile = grid_size() + atom_inc(launch.counter);
-  }
-  const bool last = atom_inc(launch.counter + 1) == grid_size() - 1;
-  if (last) launch.counter[0] = launch.counter[1] = 0;                           // for the next launch
-}
-
-// ---- producer: one thread
+// ---- producer: one thread; the scheduler is sm90/pipeline.cuh's
 
 struct Producer {
   const TensorMaps& maps;

@@ -164,7 +164,7 @@ struct Consumer {
     to_operand(weights, s);
     if (n == work.last && work.v_rows < kBlockKV) {              // value rows past the length
       wait_v();
-      clear_rows(tiles + kVAt + v_ring.stage * kVBytes, work.v_rows, thread);
+      clear_rows<kPanelsV>(tiles + kVAt + v_ring.stage * kVBytes, work.v_rows, thread);
       fence_proxy_async();
       barrier_of_warpgroup();                  // all rows are zeros: the product may read them
     }

@@ -1,9 +1,7 @@
 // Tiles in shared memory: their map, their way there by TMA, the two products that read them, and results on their way
 // out.
-//
-// A tile is cut into panels of 64 columns; a row of a panel is 128 bytes, eight chunks of 16, and chunk c of row r lies
-// at place c ^ (r % 8) (TMA's and wgmma's 128-byte swizzle). Columns beyond the head dim are zeros.
 #pragma once
+#include "sm90/pipeline.cuh"
 #include "sm90/softmax.cuh"
 
 constexpr i32 kPanels = ceil_div(kHeadDim, 64), kPanelsV = ceil_div(kHeadDimV, 64);
@@ -18,14 +16,6 @@ static_assert(kBlockKV % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "
 
 struct TensorMaps { TensorMap q, k, v, out; };
 
-// Where a pipeline stands: a stage, and the parity of the phase that is waited for next.
-template <i32 kCount> struct Ring {
-  u32 stage, parity;
-  CF_DEVICE void advance() {
-    if (++stage == kCount) stage = 0, parity ^= 1;
-  }
-};
-
 // Rows [row, row + kRows) of one head, kCount panels, to the tile at `to`.
 template <i32 kRows, i32 kCount>
 CF_DEVICE void load_tile(u32 to, const TensorMap& map, u32 bar, i32 row, i32 head, const Work& work) {
@@ -35,13 +25,6 @@ CF_DEVICE void load_tile(u32 to, const TensorMap& map, u32 bar, i32 row, i32 hea
     cp_async_bulk_tensor_5d_load(to + n * kRows * 128, map, bar, 64 * n, row, head, work.lead(0), work.lead(1));
   }
 }
-
-// Lower half of a wgmma operand's descriptor. stride: of 64-column panels, where columns are not what is summed over.
-CF_DEVICE u32 descriptor(u32 tile, u32 stride) { return (tile & 0x3ffffu) >> 4 | (stride >> 4) << 16; }
-// The upper half is the same for all: 8 rows are 1024 bytes, swizzled by 128.
-CF_DEVICE u64 whole(u32 lower) { return u64(1024 >> 4 | 1u << 30) << 32 | lower; }
-
-CF_DEVICE u32 address_of(u32 lower) { return (lower & 0x3fffu) << 4; }
 
 // S = q k^T is started: 64 queries, the key tile of that stage.
 CF_DEVICE void start_scores(Scores& s, u32 q, u32 k, u32 stage) {
@@ -95,15 +78,6 @@ CF_DEVICE void start_output(Output& o, const Operand& p, u32 v, u32 stage, bool 
 CF_DEVICE void round_into(Operand& p, int j, float a, float b, float c, float d) {
   p[2 * j] = cvt_rn_x2<Element>(a, b);
   p[2 * j + 1] = cvt_rn_x2<Element>(c, d);
-}
-
-// Value rows from `rows` on are zeroed: a weight of zero times a NaN there would be NaN. The threads of a warpgroup;
-// all warpgroups write the same zeros, each before its own products read them.
-CF_DEVICE void clear_rows(u32 tile, i32 rows, i32 thread) {
-  for (i32 n = rows * 8 + thread; n < kBlockKV * 8; n += 128) {
-    CF_UNROLL
-    for (i32 panel = 0; panel < kPanelsV; ++panel) st_shared_128(tile + panel * kBlockKV * 128 + n * 16, {0, 0, 0, 0});
-  }
 }
 
 // 64 rows of kOutColumns results to shared memory, rounded. `tile`: that warpgroup's rows of the first panel.

@@ -1,0 +1,56 @@
+// What kernels of a scheduler, a producer and consumers have in common: pipelines and the barriers on them, the
+// scheduler itself, and how wgmma finds tiles.
+//
+// A tile is cut into panels of 64 columns; a row of a panel is 128 bytes, eight chunks of 16, and chunk c of row r lies
+// at place c ^ (r % 8) (TMA's and wgmma's 128-byte swizzle). Columns beyond the head dim are zeros.
+#pragma once
+#include "sm90/work.cuh"
+
+constexpr i32 kWorkSlots = 2;
+
+// Where a pipeline stands: a stage, and the parity of the phase that is waited for next.
+template <i32 kCount> struct Ring {
+  u32 stage, parity;
+  CF_DEVICE void advance() {
+    if (++stage == kCount) stage = 0, parity ^= 1;
+  }
+};
+
+CF_DEVICE u32 barrier(const u64* bars, u32 stage) { return shared_address(bars) + 8 * stage; }
+
+// Lower half of a wgmma operand's descriptor. stride: of 64-column panels, where columns are not what is summed over.
+CF_DEVICE u32 descriptor(u32 tile, u32 stride) { return (tile & 0x3ffffu) >> 4 | (stride >> 4) << 16; }
+// The upper half is the same for all: 8 rows are 1024 bytes, swizzled by 128.
+CF_DEVICE u64 whole(u32 lower) { return u64(1024 >> 4 | 1u << 30) << 32 | lower; }
+
+CF_DEVICE u32 address_of(u32 lower) { return (lower & 0x3fffu) << 4; }
+
+// Value rows from `rows` on are zeroed: a weight of zero times a NaN there would be NaN. The threads of a warpgroup;
+// all warpgroups write the same zeros, each before its own products read them.
+template <i32 kPanels> CF_DEVICE void clear_rows(u32 tile, i32 rows, i32 thread) {
+  for (i32 n = rows * 8 + thread; n < kBlockKV * 8; n += 128) {
+    CF_UNROLL
+    for (i32 panel = 0; panel < kPanels; ++panel) st_shared_128(tile + panel * kBlockKV * 128 + n * 16, {0, 0, 0, 0});
+  }
+}
+
+// The scheduler: one thread, so that nobody waits for its divisions and loads. It takes a tile only when the producer
+// is about to need it: tiles taken early would lie with a block whatever it has before them.
+template <class Control> CF_DEVICE void schedule(const Params& p, const Launch& launch, Control& control) {
+  Ring<kWorkSlots> slot{0, 1};                 // parity 1: the first wait for a free slot falls through
+  u32 tile = block_index(), wanted = 0;
+  while (true) {
+    Work& work = control.work[slot.stage];
+    mbarrier_try_wait_parity(shared_address(&control.work_free[slot.stage]), slot.parity);
+    const bool any = tile < u32(launch.tiles);
+    if (any) prepare(work, p, launch, tile); else work.number = -1, see_nothing(work);
+    mbarrier_arrive(shared_address(&control.work_ready[slot.stage]));            // the others may read it
+    if (!any) break;
+    slot.advance();
+    mbarrier_try_wait_parity(shared_address(&control.work_wanted), wanted);
+    wanted ^= 1;
+    tile = grid_size() + atom_inc(launch.counter);
+  }
+  const bool last = atom_inc(launch.counter + 1) == grid_size() - 1;
+  if (last) launch.counter[0] = launch.counter[1] = 0;                           // for the next launch
+}
