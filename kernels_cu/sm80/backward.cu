@@ -1,23 +1,35 @@
-// Backward on tensor cores by mma.sync in one kernel: dk and dv of one tile of keys, and its share of every dq.
+// Backward on tensor cores by mma.sync in one kernel: dk and dv of one tile of keys, and its share of every dq (Dao 2023,
+// Algorithm 2, turned).
 //
 //   P = exp(S - lse)     dv += (r * P)^T dO     dS = P * (r * dP - delta')     dA = dS * d(c)/d(a)     dk += scale * dA^T q
+//   dq += dA k, in float, scaled and rounded by prepost/finish_queries.cu
 //
 // Warps work in pairs on kPairRows keys: the first of a pair computes S^T = K Q^T and owns dv, the second dP^T = V dO^T
-// and owns dk. With keys on rows, P^T and dA^T leave the accumulators as operands of the next product; only P^T crosses
-// from one warp to the other, rounded, and its sign says what dropout took. Queries come in tiles of kBlockQ and are
-// taken in steps of kStep; all query heads of the group and all items that share the keys follow one another, in order.
+// and owns dk. With keys on rows, P^T and dA^T leave the accumulators as operands of the next product; P^T crosses from
+// one warp to the other, rounded, and its sign says what dropout took; dA^T goes to shared memory, and each warp sums a
+// part of dq over all keys of the block. Queries come in tiles of kBlockQ from the last to the first and are taken in steps
+// of kStep; all query heads of the group and all items that share the keys follow one another, in order.
 //
-//   query tile x        | wait for Q, dO, lse, delta of x; start copies of x + 1
-//     each step, first  | S^T = K Q^T     P^T -> shared     #   dv += P^T dO
-//     each step, second | dP^T = V dO^T                     #   P^T <- shared    dA^T    dk += dA^T Q        # the pair
+//   query tile x  | # tile x, dA^T of x - 1 are there
+//     first warp  | copies of x + 1    S^T = K Q^T    P^T -> shared          # pair    dv += P^T dO    dq of x - 1
+//     second warp | dq of x - 2    dP^T = V dO^T    publish x - 2            # pair    P^T <- shared   dA^T   dk += dA^T Q
 //
-// Shared memory: K, V (later the staging of dv, dk), two tiles of Q and dO, two of P a pair, lse and delta, addends.
-#include "attn/backward_rows.cuh"
-#include "attn/schedule.cuh"
+// If kOrdered a block adds to the dq of a tile after all blocks of earlier keys, so that every run gives the same bits: it
+// waits until the tile's count says so, and counts when its own adds are done. Blocks take numbers as they start, and wait
+// for lower ones alone; neighbours in a head start one after the other, because the heads of a group take turns. What it
+// costs (H200, 2026-11-29, D 128 / D 64, 16384 tokens, L 4096): PUBLISHED_COST.
+//
+// Ladder on the same problem, main kernel, ms: two kernels 5.67 / 10.14; one, everything of a tile worked out by every warp
+// 4.99 / 6.31 (in no order); one thread works it out for all 4.57; dq after the tile's steps 4.23 / 4.75; in the second
+// warps before them 3.91 / 4.52. In order: 6.50 / 7.80 at first; counts looked at before the products and heads taking
+// turns 4.53 / 5.17; LAST_STEP.
+//
+// Shared memory: K, V (later the staging of dv, dk), two tiles of Q and dO, two of P a pair, lse and delta, three of dA^T,
+// addends, the pass.
+#include "sm80/backward_pass.cuh"
 #include "sm80/store.cuh"
 #include "sm80/weights.cuh"
 
-constexpr i32 kPairs = kWarps / 2, kPairRows = kBlockKV / kPairs, kR = kPairRows / 8, kC = kStep / 4;
 constexpr i32 kWideDim = larger(kHeadDim, kHeadDimV);
 constexpr bool kKeysInRegisters = kWideDim <= 64 && kPlainScores && !kDropout;      // where they have room
 static_assert(kBlockKV % (16 * kPairs) == 0 && kBlockQ % kStep == 0 && kStep % 16 == 0, "whole fragments");
@@ -42,38 +54,8 @@ constexpr i32 kWeightBytes = kPairRows * kStep * 2, kAddendBytes = kMaskOrBias ?
 constexpr i32 kAtV = TileK::kBytes, kAtQ = kAtV + TileV::kBytes, kAtO = kAtQ + 2 * TileQ::kBytes;
 constexpr i32 kAtWeights = kAtO + 2 * TileO::kBytes, kAtRows = kAtWeights + 2 * kPairs * kWeightBytes;
 constexpr i32 kAtSums = kAtRows + 4 * kBlockQ * 4 , kAtAddends = kAtSums + 3 * TileS::kBytes;
-constexpr i32 kAtPass = kAtAddends + kPairs * kAddendBytes, kUsedBytes = kAtPass + 640;
+constexpr i32 kAtPass = kAtAddends + kPairs * kAddendBytes, kUsedBytes = kAtPass + kPassBytes;
 static_assert(kUsedBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
-
-// Where the rows of a head of queries lie.
-struct Head {
-  const Element *q, *dout;
-  const float* stats;
-  float* dq;
-  u32* turns;
-  i32 packed;      // whether chunks of q and dout are moved at once
-};
-
-// A tile of queries. They come from the last one of a head to its first, head by head.
-struct Cursor { i32 head, row; };
-
-// The queries of one batch item that see some of the block's keys, for all heads of the group. It lies in shared memory:
-// registers are too dear to hold it.
-struct Pass {
-  TileWork work;
-  Item item;
-  Visibility sight;
-  i32 first_row, last_row, tiles;      // first queries of the first and the last tile; tiles of all heads
-  i32 group;                           // heads that share keys
-  Interval whole[kPairs];              // queries that see every key of a pair
-  Cursor cursors[8];                   // of tile x at x % 8, from the one that is copied after the next to the one before last
-  Head heads[8];                       // of these, by head % 8
-
-  CF_DEVICE const Cursor& at(i32 x) const { return cursors[x % 8]; }
-  CF_DEVICE const Head& head(i32 x) const { return heads[cursors[x % 8].head % 8]; }
-};
-constexpr i32 kPassBytes = 640;
-static_assert(sizeof(Pass) <= kPassBytes, "there is room");
 
 struct Backward {
   const Params& p;
@@ -95,46 +77,13 @@ struct Backward {
   }
   CF_DEVICE u32 row_stats(i32 x) const { return shared + kAtRows + u32(x) % 2u * (2 * kBlockQ * 4); }      // lse, delta
 
-  CF_DEVICE i32 block_col() const { return pass.work.tile * kBlockKV; }      // the first key of the block
-  CF_DEVICE i32 col() const { return block_col() + pair * kPairRows; }        // and of the pair
-
-  // One thread works out what the others will read.
-  CF_DEVICE void begin_pass(u32 loop) const {
-    block_barrier();        // nobody reads the pass, the keys and the tiles of the item before any more
-    if (thread_index() == 0) {
-      pass.item = item_at(p, pass.work.own, loop);
-      const Visibility sight = visibility_of(p, pass.item);
-      const Interval rows = sight.rows_of_some(block_col(), block_col() + kBlockKV);
-      const i32 first = rows.start / kBlockQ, stop = rows.start < rows.stop ? ceil_div(rows.stop, kBlockQ) : first;
-      pass.sight = sight;
-      pass.group = p.heads_q / p.heads_kv;
-      pass.first_row = first * kBlockQ;
-      pass.last_row = (stop - 1) * kBlockQ;
-      pass.tiles = (stop - first) * pass.group;
-      CF_UNROLL_1
-      for (i32 n = 0; n < kPairs; ++n) {
-        const i32 first_key = block_col() + n * kPairRows;
-        pass.whole[n] = rows_of_all(sight, first_key, first_key + kPairRows);
-      }
-      pass.cursors[0] = {pass.work.head * pass.group, pass.last_row};
-      begin_head(pass.cursors[0].head);
-    }
-    block_barrier();        // it is there
-  }
+  CF_DEVICE i32 col() const { return pass.col() + pair * kPairRows; }      // the first key of the pair
 
   CF_DEVICE void load_keys() const {
     const ElementRows k = rows_of<const Element>(p.call.k, p.k, pass.item, pass.work.head);
     const ElementRows v = rows_of<const Element>(p.call.v, p.v, pass.item, pass.work.head);
-    load_tile<TileK>(shared, k, block_col(), pass.sight.kv_length, p.head_dim, thread_index());
-    load_tile<TileV>(shared + kAtV, v, block_col(), pass.sight.kv_length, p.head_dim_v, thread_index());
-  }
-
-  CF_DEVICE void begin_head(i32 head) const {
-    const ElementRows q = rows_of<const Element>(p.call.q, p.q, pass.item, head);
-    const ElementRows o = rows_of<const Element>(p.call.dout, p.dout, pass.item, head);
-    const bool packed = q.packed<8>() && o.packed<8>() && p.head_dim == TileQ::kColCount && p.head_dim_v == TileO::kColCount;
-    pass.heads[head % 8] = {q.base, o.base, row_stats_of(p, pass.item, head),
-                            dq_sums_of(p, pass.item, head, kHeadDim), turns_of(p, pass.item, head), packed};
+    load_tile<TileK>(shared, k, pass.col(), pass.sight.kv_length, p.head_dim, thread_index());
+    load_tile<TileV>(shared + kAtV, v, pass.col(), pass.sight.kv_length, p.head_dim_v, thread_index());
   }
 
   // Starts copies of tile x. The first warps of the pairs do so: the second ones will wait for their adds to be seen, and
@@ -154,17 +103,6 @@ struct Backward {
       load_tile<TileO, kCopying>(o_tile(x), {head.dout, p.dout.row, p.dout.col}, row, q_length, p.head_dim_v, me);
     }
     if (me < kBlockQ / 2) cp_async_16(row_stats(x) + me * 16, head.stats + (2 * row + me * 4));
-  }
-
-  // Where tile x lies, for all who ask after the next barrier.
-  CF_DEVICE void begin_tile(i32 x) const {
-    Cursor at = pass.at(x - 1);
-    at.row -= kBlockQ;
-    if (at.row < pass.first_row) {
-      at = {at.head + 1, pass.last_row};
-      begin_head(at.head);
-    }
-    pass.cursors[x % 8] = at;
   }
 
   // acc = (the pair's rows of a key tile) b^T, for the step's rows of tile b.
@@ -296,18 +234,13 @@ struct Backward {
     multiply<TileQ, kStep>(dk, rounded, q_tile(x), sum_q, step_row);
   }
 
-  // How many blocks of earlier keys add to the dq of a tile.
-  CF_DEVICE u32 earlier(i32 row) const {
-    if (pass.sight.left >= kUnbounded) return pass.work.tile;
-    return pass.work.tile - pass.sight.keys_of_some(row, row + kBlockQ).start / kBlockKV;
-  }
   CF_DEVICE u32* turn_of(i32 x) const { return pass.head(x).turns + pass.at(x).row / kRowBlock; }
 
   // The warp's part of dq of tile x: dA k, added to what the blocks of earlier keys have left.
   CF_DEVICE void sum_queries(i32 x) const {
     const i32 warp = uniform(warp_index()), row = warp / kDqColParts * kDqRows, col = warp % kDqColParts * kDqCols;
     if (x < 0 || x >= pass.tiles || col >= kHeadDim) return;
-    const u32 count = kOrdered ? earlier(pass.at(x).row) * kPairs : 1, seen = kOrdered ? load_relaxed(turn_of(x)) : 1;
+    const u32 count = kOrdered ? pass.earlier(pass.at(x).row) * kPairs : 1, seen = kOrdered ? load_relaxed(turn_of(x)) : 1;
     const u32 keys_at = u32(opaque(shared)), lane = u32(opaque(lane_index()));      // registers are too dear to hold more
     const Reader<TileS, false> read_s(0, row, lane);
     const Reader<TileK, true> sum_k(0, col, lane);
@@ -356,7 +289,9 @@ struct Backward {
   CF_DEVICE void walk(Accumulator& acc, bool first_of_pair) {
     CF_UNROLL_1
     for (u32 loop = 0; loop < points(p.loop); ++loop) {
-      begin_pass(loop);
+      block_barrier();        // nobody reads the pass, the keys and the tiles of the item before any more
+      if (thread_index() == 0) pass.begin(p, loop);
+      block_barrier();        // the pass is there
       if (pass.tiles == 0) continue;
       load_keys();
       CF_UNROLL_1
@@ -367,7 +302,7 @@ struct Backward {
         cp_async_commit_group();
         if (kKeysInRegisters && x == 0) load_operand(own_keys, first_of_pair ? shared : shared + kAtV, read_keys, 0);
         if (!first_of_pair) sum_queries(x - 2);
-        if (thread_index() == kThreads / 2 && x + 2 < pass.tiles) begin_tile(x + 2);
+        if (thread_index() == kThreads / 2 && x + 2 < pass.tiles) pass.begin_tile(p, x + 2);
         if (x >= 0 && x < pass.tiles) {
           const i32 row = pass.at(x).row;
           const bool whole = pass.whole[pair].covers(row, smaller(row + kBlockQ, pass.sight.q_length));
@@ -405,14 +340,6 @@ struct Backward {
     else store(acc, float(p.call.scale), dk, shared + kAtV);
   }
 };
-
-// The blocks of p.splits heads take turns, so that those of one head start one after the other, as their turns come.
-CF_DEVICE TileWork place_of(const Params& p, u32 block) {
-  const u32 tiles = ceil_div(p.seqlen_k, kBlockKV), heads = points(p.own) * p.heads_kv, together = u32(p.splits);
-  const u32 first = block / (together * tiles) * together, rest = block % (together * tiles);
-  const u32 size = smaller(together, heads - first), head = first + rest % size;
-  return {head / p.heads_kv, i32(head % p.heads_kv), 0, i32(rest / size)};
-}
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_backward(const Params p) {
   u8* const storage = &shared_storage<u8>();
