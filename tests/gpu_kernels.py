@@ -23,8 +23,9 @@ def small_kernels(cc):
     for family in families.FAMILIES:
         if not family.least_cc <= cc <= family.most_cc:
             continue
+        dtypes = [dtype for dtype in family.dtypes if family.takes(dtype, cc)]
         for dtype, kernel in itertools.product(
-            family.dtypes, (*configs.kernels_of(family.name), *configs.PREPOST_KERNELS)
+            dtypes, (*configs.kernels_of(family.name), *configs.PREPOST_KERNELS)
         ):
             if (dtype, kernel) in covered:  # by a faster family
                 continue

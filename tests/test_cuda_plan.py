@@ -52,7 +52,9 @@ def recipe_of(problem, arch=90, backward=True):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_plan_needs_an_architecture_alone(dtype, backward, arch):
     p = plan(2, 4, 1000, 80, dtype=dtype, arch=arch, backward=backward)
-    family = "sm80" if arch >= 80 and dtype.itemsize == 2 else "simt"
+    family = "simt"
+    if arch >= 80 and (dtype != np.float64 or arch in (80, 90, 100)):
+        family = "sm80" if dtype.itemsize == 2 else "sm80_wide"
     if family == "sm80" and arch == 90 and not backward:
         family = "sm90"
     if dtype == np.float32 and arch == 90 and not backward:
@@ -97,7 +99,7 @@ def test_planning_imports_no_cupy():
         "print(cupyflash.plan(x, x, x, arch=80, backward=True).family, 'cupy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["simt", "False"]
+    assert done.stdout.split() == ["sm80_wide", "False"]
 
 
 def test_the_workspace_is_exact_in_64_bits():
@@ -122,7 +124,7 @@ def test_a_forced_family_is_taken_or_refused():
     ):
         cupyflash.plan(x, x, x, arch=52, family="simt")
     with pytest.raises(ValueError, match="no kernel family.*not tf32"):
-        cupyflash.plan(x, x, x, arch=90, precision="tf32")
+        cupyflash.plan(x, x, x, arch=75, precision="tf32")
 
 
 def test_a_family_asked_for_passes_the_others_over(monkeypatch):

@@ -188,6 +188,33 @@ def test_mma(word, dtype, depth):
     np.testing.assert_allclose(fields["d"], expected, rtol=2.0**-23, atol=2.0**-23)
 
 
+@pytest.mark.parametrize(
+    ("addends", "total"),
+    [
+        ([1, 1.9375 * 2.0**-24], 1),
+        ([1, *[2.0**-25] * 4], 1 + 2.0**-23),
+        ([1, *[2.0**-26] * 7], 1),
+        ([1, -(2.0**-26)], 1),
+        ([1, -1, 2.0**-25, 2.0**-30], 2.0**-25),
+        ([-1, -1.5 * 2.0**-23], -1 - 2.0**-23),
+        ([np.inf, -1], np.inf),
+        ([0, 0], 0),
+    ],
+)
+def test_sums_of_mma_are_cut_as_on_an_h200(addends, total):
+    # Row 0 of a holds the addends, column 0 of b ones: lane l has a of row l / 4, column l % 4 (+ 4).
+    a, b, d = np.zeros((16, 8), np.float32), np.zeros((8, 8), np.float32), np.zeros((32, 4), np.float32)
+    a[0, : len(addends)], b[:, 0] = addends, 1
+    lane, n = np.ogrid[:32, :4]
+    fields = {
+        "a": a[lane // 4 + 8 * (n % 2), lane % 4 + 4 * (n // 2)],
+        "b": b[lane % 4 + 4 * n[:, :2], lane // 4],
+    }
+    fields = {name: np.ascontiguousarray(x).view(np.uint32) for name, x in fields.items()}
+    run(PRODUCTS.replace("PRODUCT\n", "mma_m16n8k8_tf32" + M16N8), threads=32, writes=("d",), **fields, d=d)
+    assert d[0, 0] == total
+
+
 def test_mma_of_doubles():
     rng = np.random.default_rng(0)
     a, b, d = rng.standard_normal((8, 4)), rng.standard_normal((4, 8)), rng.standard_normal((8, 8))
@@ -204,6 +231,26 @@ def test_mma_of_doubles():
     found = d.copy()  # row-major is the order of lanes
     run(text, threads=32, writes=("d",), a=a, b=np.ascontiguousarray(b.T), d=found)
     np.testing.assert_allclose(found, d + a @ b, rtol=2.0**-50, atol=2.0**-50)
+
+
+def test_tall_mma_of_doubles():
+    rng = np.random.default_rng(0)
+    a, b, d = rng.standard_normal((16, 4)), rng.standard_normal((4, 8)), rng.standard_normal((16, 8))
+    text = (
+        PRODUCTS.replace(
+            "PRODUCT\n",
+            "double* e = static_cast<double*>(p.d) + 4 * l;"
+            "const double *a = reinterpret_cast<const double*>(p.a), *b = reinterpret_cast<const double*>(p.b);"
+            "mma_m16n8k4_f64(e[0], e[1], e[2], e[3], a[l], a[l + 32], b[l]);",
+        )
+        .replace("for (int n = 0; n < 4; ++n) a[n] = p.a[4 * l + n];", "")
+        .replace("u32 a[4];", "")
+    )
+    lane, n = np.ogrid[:32, :4]
+    at = lane // 4 + 8 * (n // 2), 2 * (lane % 4) + n % 2
+    found = np.ascontiguousarray(d[at])
+    run(text, threads=32, writes=("d",), a=a, b=np.ascontiguousarray(b.T), d=found)
+    np.testing.assert_allclose(found, (d + a @ b)[at], rtol=2.0**-50, atol=2.0**-50)
 
 
 # Four 8 x 8 matrices in shared memory, rows 16 bytes apart; each lane names a row.

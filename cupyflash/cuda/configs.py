@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import simt, sm80, sm90, sm90_wide, source
+from . import simt, sm80, sm80_wide, sm90, sm90_wide, source
 from .families import FAMILIES, family_of
 
-Geometry = simt.Geometry | sm80.Geometry | sm90.Geometry | sm90_wide.Geometry
+Geometry = simt.Geometry | sm80.Geometry | sm80_wide.Geometry | sm90.Geometry | sm90_wide.Geometry
 
 # The options that are compile-time, as in Config.options: what changes the inner loop. Everything else (positions,
 # lengths, sinks, the exact head dims, strides) is run-time.
@@ -36,6 +36,7 @@ TABLES: dict[str, dict[Any, tuple[Any, ...]]] = {
     "sm90": sm90.TABLE,
     "sm90_wide": sm90_wide.TABLE,
     "sm80": sm80.TABLE,
+    "sm80_wide": sm80_wide.TABLE,
     "simt": simt.TABLE,
 }
 WIDER_THAN_ANY = 2**30  # a head dim beyond every bucket
@@ -148,11 +149,12 @@ def choose(
     head_dim_v: int,
     options: tuple[bool, ...],
     cc: int,
+    precision: str | None = None,
 ) -> Config:
     """The config that runs a kernel for these head dims on a device of that compute capability.
 
     Of the rows that fit its shared memory: the first in the smallest bucket that holds both head dims, else the first
-    in the largest.
+    in the largest. What the rows of sm80_wide do not hold, simt runs.
     """
     if kernel in PREPOST_KERNELS:
         return Config(PREPOST, kernel, dtype)
@@ -160,16 +162,22 @@ def choose(
         return Config(family, kernel, dtype)
     key = (kernel, 8 if dtype == "float64" else 4)
     table = TABLES[family]
-    rows = table.get((*key, options, _known(cc))) or table.get((*key, options)) or table[key]
+    rows = table.get((*key, options, _known(cc))) or table.get((*key, options)) or table.get(key, ())
     fitting = [
         row
         for row in sorted(rows, key=lambda row: row.head_dim)
         if row.shared_bytes(kernel, 8 if dtype == "float64" else 4) <= shared_limit(cc)
     ]
-    need = min(max(head_dim, head_dim_v), fitting[-1].head_dim)
+    widest = max((row.head_dim for row in fitting), default=0)
+    if family == "sm80_wide" and widest < max(head_dim, head_dim_v):
+        return choose("simt", kernel, dtype, head_dim, head_dim_v, options, cc)
+    need = min(max(head_dim, head_dim_v), widest)
     need_v = min(head_dim_v, need)
     row = next(row for row in fitting if row.head_dim >= need and row.head_dim_v >= need_v)
-    return Config(family, kernel, dtype, row.for_dims(kernel, head_dim, head_dim_v), options)
+    geometry = row.for_dims(kernel, head_dim, head_dim_v)
+    if precision is not None and isinstance(geometry, sm80_wide.Geometry):
+        geometry = geometry.for_precision(precision)
+    return Config(family, kernel, dtype, geometry, options)
 
 
 def kernels_of(family: str) -> tuple[str, ...]:
@@ -202,13 +210,16 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
         buckets = {(row.head_dim, row.head_dim_v) for rows in TABLES[family.name].values() for row in rows}
         wider = [] if family.most_head_dim else [(WIDER_THAN_ANY, WIDER_THAN_ANY)]
         kernels = (*kernels_of(family.name), *PREPOST_KERNELS, *OWN_PREPOST_KERNELS.get(family.name, ()))
-        for dtype, kernel in itertools.product(family.dtypes, kernels):
+        dtypes = [dtype for dtype in family.dtypes if family.takes(dtype, one)]
+        for dtype, kernel in itertools.product(dtypes, kernels):
             for dims, options in itertools.product([*sorted(buckets), *wider], bits):
                 one_kernel = family.name == "sm80" and kernel == "backward"
                 if one_kernel and not sm80.in_one_kernel(max(dims), options, shared_limit(one)):
                     continue
                 config = choose(family.name, kernel, dtype, *dims, options, one)
-                seen |= dict.fromkeys([config, in_runs(config), unordered(config)])
+                precisions = family.precisions if dtype == "float32" else ()
+                forms = [choose(family.name, kernel, dtype, *dims, options, one, x) for x in precisions]
+                seen |= dict.fromkeys([config, *forms, in_runs(config), unordered(config)])
     yield from seen
 
 

@@ -38,6 +38,8 @@ class Family:
         The largest d or e; 0 is any.
     precisions : tuple of str
         For float32: what it computes, its default first.
+    float64_on : tuple of int
+        The compute capabilities on which it takes float64; empty is all that it runs on.
     backward : bool
         Whether it has a backward.
     lead_axes : int
@@ -53,6 +55,7 @@ class Family:
     dtypes: tuple[str, ...]
     most_head_dim: int
     precisions: tuple[str, ...]
+    float64_on: tuple[int, ...] = ()
     backward: bool = True
     lead_axes: int = LEAD_AXES
     least_queries: int = 0
@@ -61,12 +64,20 @@ class Family:
         """The architecture to compile for, as in sm_<arch>."""
         return f"{cc}{self.arch_suffix}"
 
+    def takes(self, dtype: str, cc: int) -> bool:
+        """Whether it takes that dtype on a device of that compute capability, if it runs there."""
+        return dtype in self.dtypes and not (
+            dtype == "float64" and self.float64_on and cc not in self.float64_on
+        )
+
     def refusal(self, problem: Problem, cc: int, backward: bool = False) -> str | None:
         """Why it does not take a problem on a device of that compute capability; None where it does."""
         if not self.least_cc <= cc <= self.most_cc:
             return f"needs compute capability {_span(self.least_cc, self.most_cc)}, the device has {cc / 10}"
         if problem.dtype.name not in self.dtypes:
             return f"takes {', '.join(self.dtypes)}, not {problem.dtype.name}"
+        if not self.takes(problem.dtype.name, cc):
+            return f"takes float64 where tensor cores are fast at it, which {cc / 10} is not"
         if self.most_head_dim and max(problem.head_dim, problem.head_dim_v) > self.most_head_dim:
             return (
                 f"takes head dims up to {self.most_head_dim}, got {problem.head_dim} and {problem.head_dim_v}"
@@ -116,6 +127,16 @@ FAMILIES = (
         dtypes=("float16", "bfloat16"),
         most_head_dim=256,
         precisions=(),
+    ),
+    Family(
+        name="sm80_wide",
+        least_cc=80,
+        most_cc=999,
+        arch_suffix="",
+        dtypes=("float32", "float64"),
+        most_head_dim=128,
+        precisions=("tf32x3", "tf32"),
+        float64_on=(80, 90, 100),
     ),
     Family(
         name="simt",

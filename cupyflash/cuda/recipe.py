@@ -44,6 +44,7 @@ class Sizes(NamedTuple):
     dtype: np.dtype[Any]
     options: tuple[bool, ...]  # configs.OPTION_BITS
     deterministic: bool = True
+    precision: str | None = None
 
     @classmethod
     def of(cls, problem: Any) -> Sizes:
@@ -55,7 +56,7 @@ class Sizes(NamedTuple):
             p.dropout is not None,
         )
         dims = (p.lead, p.heads_q, p.heads_kv, p.seqlen_q, p.seqlen_k, p.head_dim, p.head_dim_v)
-        return cls(*dims, p.bottom_right, p.dtype, options, p.deterministic)
+        return cls(*dims, p.bottom_right, p.dtype, options, p.deterministic, p.precision)
 
     @property
     def batch(self) -> int:
@@ -304,7 +305,7 @@ class _Backward:
 
 def _config(family: str, kernel: str, cc: int, sizes: Sizes) -> Any:
     s = sizes
-    return choose(family, kernel, s.dtype.name, s.head_dim, s.head_dim_v, s.options, cc)
+    return choose(family, kernel, s.dtype.name, s.head_dim, s.head_dim_v, s.options, cc, s.precision)
 
 
 def _own(record: np.ndarray) -> int:

@@ -36,4 +36,10 @@ CF_DEVICE i64 opaque(i64 x) {
   return x;
 }
 
+// x, computed here and not in a branch that a later choice might make.
+CF_DEVICE double unbranched(double x) {
+  asm volatile("" : "+d"(x));
+  return x;
+}
+
 #endif

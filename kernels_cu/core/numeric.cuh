@@ -9,6 +9,10 @@
 CF_DEVICE u32 bits_of(float x) { return __float_as_uint(x); }              // bit cast
 CF_DEVICE float float_of(u32 x) { return __uint_as_float(x); }             // bit cast
 
+CF_DEVICE u32 low_word(double x) { return u32(__double2loint(x)); }         // of its bits
+CF_DEVICE u32 high_word(double x) { return u32(__double2hiint(x)); }        // of its bits
+CF_DEVICE double double_of(u32 high, u32 low) { return __hiloint2double(i32(high), i32(low)); }
+
 // cvt.f32.f16: exact.
 CF_DEVICE float cvt_f32_f16(u16 x) { float r; asm("cvt.f32.f16 %0, %1;" : "=f"(r) : "h"(x)); return r; }
 // cvt.rn.f16.f32: to nearest, ties to even.

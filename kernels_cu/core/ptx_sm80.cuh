@@ -52,6 +52,23 @@ CF_DEVICE void mma_m16n8k16<float16>(float& low0, float& low1, float& high0, flo
       : "+f"(low0), "+f"(low1), "+f"(high0), "+f"(high1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same for a of 16x8 and b of 8x8, of which the upper 19 bits count. In lane l, with g = l / 4 and t = l % 4, a is
+// (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4), b is (t, g), (t + 4, g).
+CF_DEVICE void mma_m16n8k8_tf32(float& low0, float& low1, float& high0, float& high1, const u32 (&a)[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(low0), "+f"(low1), "+f"(high0), "+f"(high1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+// The same in double for a of 8x4, b of 4x8 and d of 8x8: a is (g, t), b is (t, g), d0 and d1 are (g, 2 t), (g, 2 t + 1).
+CF_DEVICE void mma_m8n8k4_f64(double& d0, double& d1, double a, double b) {
+  asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+      : "+d"(d0), "+d"(d1) : "d"(a), "d"(b));
+}
+// The same for a of 16x4 and d of 16x8, from sm_90 on: a0 is (g, t), a1 (g + 8, t).
+CF_DEVICE void mma_m16n8k4_f64(double& low0, double& low1, double& high0, double& high1, double a0, double a1, double b) {
+  asm("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+d"(low0), "+d"(low1), "+d"(high0), "+d"(high1) : "d"(a0), "d"(a1), "d"(b));
+}
+
 // Transposes an 8x8 matrix of 16-bit elements held as ldmatrix leaves it.
 CF_DEVICE u32 movmatrix_trans(u32 x) {
   u32 r;
@@ -87,6 +104,20 @@ CF_DEVICE void st_shared_128(u32 address, const u32 (&x)[4]) {
 CF_DEVICE void ld_shared_128(u32 (&x)[4], u32 address) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address) : "memory");
+}
+CF_DEVICE void st_shared_f64x2(u32 address, const double (&x)[2]) {
+  asm volatile("st.shared.v2.f64 [%0], {%1, %2};" ::"r"(address), "d"(x[0]), "d"(x[1]) : "memory");
+}
+CF_DEVICE void st_shared_f64(u32 address, double x) {
+  asm volatile("st.shared.f64 [%0], %1;" ::"r"(address), "d"(x) : "memory");
+}
+CF_DEVICE double ld_shared_f64(u32 address) {
+  double x;
+  asm volatile("ld.shared.f64 %0, [%1];" : "=d"(x) : "r"(address) : "memory");
+  return x;
+}
+CF_DEVICE void ld_shared_f64x2(double (&x)[2], u32 address) {
+  asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(x[0]), "=d"(x[1]) : "r"(address) : "memory");
 }
 CF_DEVICE float ld_shared_f32(u32 address) {
   float x;

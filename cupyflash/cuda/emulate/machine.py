@@ -18,7 +18,7 @@ from .build import MODES, build, missing
 from .kernel import Function, Memory
 
 _MOST_ARRAYS = 256
-_FAMILIES = ("simt", "sm80", "prepost")  # whose words all have a second implementation
+_FAMILIES = ("simt", "sm80", "sm80_wide", "prepost")  # whose words all have a second implementation
 _WRITTEN = {
     "forward": ("out", "lse", "partials"),
     "decode": ("partials",),

@@ -1,5 +1,5 @@
 // Matrices spread over the registers of a warp: what ldmatrix, movmatrix and mma do with them. An mma's products are
-// exact and its sum is rounded once, where hardware cuts partial sums.
+// exact; its sum is cut as measured on an H200.
 #pragma once
 #include "core/emulate/block.cuh"
 #include "core/emulate/numeric.cuh"
@@ -34,6 +34,18 @@ template <> struct Format<TensorFloat32> {
   static CF_DEVICE double value(u32 x) { return float_of(x & 0xffffe000u); }
 };
 
+// The sum of numbers as a tensor core makes it: each is cut to multiples of 2^-25 of the power of 2 in the largest, and
+// their sum to a float, both toward zero.
+template <int kCount> CF_DEVICE float cut_sum(const double (&x)[kCount]) {
+  double largest = 0, plain = 0;
+  for (double value : x) largest = __builtin_fmax(largest, __builtin_fabs(value)), plain += value;
+  if (largest == 0 || !(largest < __builtin_inf()) || plain != plain) return float(plain);
+  const double unit = __builtin_ldexp(1.0, __builtin_ilogb(largest) - 25);
+  double sum = 0;
+  for (double value : x) sum += __builtin_trunc(value / unit);
+  return __builtin_fabs(sum * unit) < 0x1p128 ? cvt_rz_f32_f64(sum * unit) : float(sum * unit);
+}
+
 // d += a b for a of 16 x kDepth and b of kDepth x 8. In lane l, with g = l / 4 and t = l % 4: a register of a or b holds
 // 4 bytes of neighbours along k, a[0] (g, t), a[1] (g + 8, t), a[2] (g, t + 4), a[3] (g + 8, t + 4), b[0] (t, g),
 // b[1] (t + 4, g) in units of registers; d is (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
@@ -55,9 +67,10 @@ template <class T, int kDepth> void mma_m16n8(float* const (&d)[4], const u32 (&
     for (u32 lane = 0; lane < 32; ++lane) {
       const Record& mine = *static_cast<const Record*>(records[lane]);
       for (u32 n = 0; n < 4; ++n) {
-        double sum = *mine.d[n];
-        for (int k = 0; k < kDepth; ++k) sum += rows[lane / 4 + 8 * (n / 2)][k] * cols[2 * (lane % 4) + n % 2][k];
-        *mine.d[n] = float(sum);
+        double addends[kDepth + 1];
+        addends[kDepth] = *mine.d[n];
+        for (int k = 0; k < kDepth; ++k) addends[k] = rows[lane / 4 + 8 * (n / 2)][k] * cols[2 * (lane % 4) + n % 2][k];
+        *mine.d[n] = cut_sum(addends);
       }
     }
   });

@@ -19,6 +19,15 @@ CF_DEVICE u64 shifted(u64 x, int shift) {
 
 }  // namespace emulate
 
+CF_DEVICE u32 low_word(double x) { return u32(emulate::double_bits(x)); }
+CF_DEVICE u32 high_word(double x) { return u32(emulate::double_bits(x) >> 32); }
+CF_DEVICE double double_of(u32 high, u32 low) {
+  const u64 bits = u64(high) << 32 | low;
+  double r;
+  __builtin_memcpy(&r, &bits, 8);
+  return r;
+}
+
 CF_DEVICE float cvt_f32_f16(u16 x) {
   const u32 sign = u32(x & 0x8000) << 16, exponent = x >> 10 & 31, fraction = x & 0x3ff;
   if (exponent == 31) return float_of(sign | 0x7f800000u | fraction << 13);

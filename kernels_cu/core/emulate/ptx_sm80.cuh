@@ -75,6 +75,12 @@ CF_DEVICE void mma_m8n8k4_f64(double& d0, double& d1, double a, double b, CF_HER
   });
 }
 
+CF_DEVICE void mma_m16n8k4_f64(double& low0, double& low1, double& high0, double& high1, double a0, double a1, double b,
+                               CF_HERE) {
+  mma_m8n8k4_f64(low0, low1, a0, b, file, line);
+  mma_m8n8k4_f64(high0, high1, a1, b, file, line);
+}
+
 CF_DEVICE u32 movmatrix_trans(u32 x, CF_HERE) {
   struct Record { u32 given, got; } record{x, 0};
   emulate::wait_for_warp({"movmatrix_trans", file, line}, &record, [](void* const* records) CF_UNANNOUNCED {
@@ -106,6 +112,15 @@ CF_DEVICE void st_shared_128(u32 address, const u32 (&x)[4]) {
 CF_DEVICE void ld_shared_128(u32 (&x)[4], u32 address) {
   const emulate::Elements<u32, 4> all = emulate::shared_at<emulate::Elements<u32, 4>>(address);
   for (int n = 0; n < 4; ++n) x[n] = all.value[n];
+}
+CF_DEVICE void st_shared_f64x2(u32 address, const double (&x)[2]) {
+  emulate::shared_at<emulate::Elements<double, 2>>(address) = {{x[0], x[1]}};
+}
+CF_DEVICE void st_shared_f64(u32 address, double x) { emulate::shared_at<double>(address) = x; }
+CF_DEVICE double ld_shared_f64(u32 address) { return emulate::shared_at<double>(address); }
+CF_DEVICE void ld_shared_f64x2(double (&x)[2], u32 address) {
+  const emulate::Elements<double, 2> both = emulate::shared_at<emulate::Elements<double, 2>>(address);
+  x[0] = both.value[0], x[1] = both.value[1];
 }
 CF_DEVICE float ld_shared_f32(u32 address) { return emulate::shared_at<float>(address); }
 CF_DEVICE void ld_shared_f32x2(float& x, float& y, u32 address) {

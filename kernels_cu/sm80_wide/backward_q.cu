@@ -1,0 +1,168 @@
+// Backward for float and double on tensor cores, second half: dq of one tile of queries, and what the ALiBi slopes'
+// gradient needs.
+//
+//   P = exp(S - lse)     dS = P * (r * dO v^T - delta')     dA = dS * d(c)/d(a)     dq = scale * sum of dA k over keys
+//   slope_rows = -sum of |i + offset - j| dS over keys
+//
+// The forward's layout: a block owns kBlockQ queries of one head, a warp some of their rows and all columns of dq. Where q
+// was broadcast over leading axes the block walks all the items that shared it, in order.
+//
+//   tile j   | wait for K(j), V(j); start K(j + 1), V(j + 1)     S = Q K^T     dP = dO V^T     P, dS     dq += dA K
+//
+// Shared memory: Q, dO, two tiles of K and of V, lse and delta, the block's work.
+#include "sm80_wide/store.cuh"
+#include "sm80_wide/weights.cuh"
+
+constexpr i32 kWarpRows = kBlockQ / kWarps, kR = kWarpRows / 8, kC = kBlockKV / 4;
+static_assert(kBlockQ % (16 * kWarps) == 0 && kBlockKV % 16 == 0, "whole fragments");
+
+using TileQ = Tile<kBlockQ, kHeadDim>;
+using TileO = Tile<kBlockQ, kHeadDimV>;
+using TileK = Tile<kBlockKV, kHeadDim>;
+using TileV = Tile<kBlockKV, kHeadDimV>;
+using Scores = Score[kR][kC];
+
+// Offsets in shared memory.
+constexpr i32 kAtO = TileQ::kBytes, kAtK = kAtO + TileO::kBytes, kAtV = kAtK + 2 * TileK::kBytes;
+constexpr i32 kAtRows = kAtV + 2 * TileV::kBytes, kAtWork = kAtRows + 2 * kBlockQ * sizeof(Score);
+static_assert(kAtWork + kWorkBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
+
+struct Backward {
+  const Params& p;
+  Work& work;
+  i32 head, block_row, tile_row, row;      // first query of the block, of the warp; its place in the tile
+  u32 shared;
+  ColumnReader<TileK> read_k;
+  ColumnReader<TileV> read_v;
+  RowReader<TileK> sum_k;
+  Score slope[kR], dq[kR][kHeadDim / 4];
+
+  CF_DEVICE u32 k_tile(i32 tile) const { return shared + kAtK + u32(tile) % 2u * TileK::kBytes; }
+  CF_DEVICE u32 v_tile(i32 tile) const { return shared + kAtV + u32(tile) % 2u * TileV::kBytes; }
+
+  // Where lse (0) or delta (1) of the block's query i lies.
+  CF_DEVICE u32 row_number_at(i32 which, i32 i) const {
+    return shared + kAtRows + (which * kBlockQ + i) * i32(sizeof(Score));
+  }
+
+  CF_DEVICE void load_keys(i32 tile) const {
+    if (tile < work.tiles.stop) {
+      TileK::load(k_tile(tile), work.k, tile * kBlockKV, work.sight.kv_length, p.head_dim);
+      TileV::load(v_tile(tile), work.v, tile * kBlockKV, work.sight.kv_length, p.head_dim_v);
+    }
+    cp_async_commit_group();
+  }
+
+  // The next item: its queries and first keys.
+  CF_DEVICE void begin(const Item& item) {
+    block_barrier();        // nobody reads what belongs to the item before any more
+    if (thread_index() == 0) {
+      describe_item(work, p, item, head / (p.heads_q / p.heads_kv));
+      describe_head(work, p, head);
+      describe_results(work, p, head);
+      work.tiles = tiles_of(work.sight.keys_of_some(block_row, block_row + kBlockQ), kBlockKV);
+    }
+    block_barrier();        // the work is there
+    describe_warp(work, row, kWarpRows);
+    warp_barrier();         // the warp's part of it too
+    for (i32 i = thread_index(); i < kBlockQ; i += kThreads) {      // seen by all at the first tile's barrier
+      st_shared(row_number_at(0, i), lse_of(work, block_row + i));
+      st_shared(row_number_at(1, i), delta_of(work, block_row + i));
+    }
+    if (work.tiles.start >= work.tiles.stop) return;
+    TileQ::load(shared, work.q, block_row, work.sight.q_length, p.head_dim);
+    TileO::load(shared + kAtO, work.dout, block_row, work.sight.q_length, p.head_dim_v);
+    load_keys(work.tiles.start);
+  }
+
+  CF_DEVICE void step(i32 tile) {
+    const i32 col = tile * kBlockKV;
+    TileAddends<kR, kC> addends;
+    if constexpr (kMaskOrBias) {
+      if (!addends.template load<false>(work.addends, p.seqlen_q, p.seqlen_k, row, col)) return;
+    }
+    Scores s, derivative, dp;
+    multiply_by_transposed(s, shared + tile_row * TileQ::kRowBytes, k_tile(tile), read_k);
+    scale_scores<false>(s, derivative, work, row, col);
+    if constexpr (kMaskOrBias) addends.add_to(s);
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      const Score lse = ld_shared<Score>(row_number_at(0, tile_row + fragment_row(u)));
+      CF_UNROLL
+      for (int w = 0; w < kC; ++w) s[u][w] = weight_from(s[u][w], lse);
+    }
+    multiply_by_transposed(dp, shared + kAtO + tile_row * TileO::kRowBytes, v_tile(tile), read_v);
+    if constexpr (kDropout) {
+      const Score scale = dropout_scale<Score>(p);
+      for_kept<false>(dp, work.dropout, row, col,
+                      [&](int u, int w, bool kept) { dp[u][w] = kept ? dp[u][w] * scale : Score(0); });
+    }
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      const Score delta = ld_shared<Score>(row_number_at(1, tile_row + fragment_row(u)));
+      CF_UNROLL
+      for (int w = 0; w < kC; ++w) s[u][w] = score_gradient(s[u][w], dp[u][w] - delta);
+    }
+    if (!work.all[warp_index()].covers(col, col + kBlockKV)) select<false>(s, work, row, col, Score(0));
+    if (kSoftcapOrAlibi && p.call.slope_rows != nullptr) {
+      CF_UNROLL
+      for (int u = 0; u < kR; ++u) {
+        CF_UNROLL
+        for (int w = 0; w < kC; ++w) slope[u] = fused(-distance<false>(work, row, col, u, w), s[u][w], slope[u]);
+      }
+    }
+    if (kSoftcapOrAlibi && work.terms.softcap > Score(0)) {
+      CF_UNROLL
+      for (int u = 0; u < kR; ++u) {
+        CF_UNROLL
+        for (int w = 0; w < kC; ++w) s[u][w] *= derivative[u][w];
+      }
+    }
+    multiply(dq, s, k_tile(tile), sum_k);
+  }
+
+  CF_DEVICE void walk(u32 own) {
+    CF_UNROLL_1
+    for (u32 loop = 0; loop < points(p.loop); ++loop) {
+      begin(item_at(p, own, loop));
+      CF_UNROLL_1
+      for (i32 tile = work.tiles.start; tile < work.tiles.stop; ++tile) {
+        cp_async_wait_group<0>();
+        block_barrier();    // tile j is there for everyone; nobody reads tile j - 1 any more
+        load_keys(tile + 1);
+        const Interval keys = work.some[warp_index()];
+        if ((tile + 1) * kBlockKV > keys.start && tile * kBlockKV < keys.stop) step(tile);
+      }
+      store_slopes();
+    }
+  }
+
+  // The slopes' sums of one item, which start again at 0.
+  CF_DEVICE void store_slopes() {
+    if (!kSoftcapOrAlibi || p.call.slope_rows == nullptr) return;
+    Score* to = static_cast<Score*>(p.call.slope_rows) + row_number(p, work.item, head, 0);
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      const Score sum = GroupLanes::sum(slope[u]);
+      if (lane_in_group() == 0 && row + fragment_row(u) < p.seqlen_q) to[row + fragment_row(u)] = sum;
+      slope[u] = Score(0);
+    }
+  }
+
+  CF_DEVICE void finish(const Item& item) {
+    if (p.call.dq == nullptr) return;
+    multiply_by(dq, Score(p.call.scale));
+    store_tile(dq, target_of(p.call.dq, p.dq, item, head, p.seqlen_q, p.head_dim, p.accumulate != 0), row);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_backward_q(const Params p) {
+  const TileWork tile = tile_work(block_index(), ceil_div(p.seqlen_q, kBlockQ), 1, p.heads_q, p.call.right < kUnbounded);
+  const i32 block_row = tile.tile * kBlockQ, tile_row = i32(warp_index()) * kWarpRows;
+  Backward backward{p, shared_work(kAtWork), tile.head, block_row, tile_row, block_row + tile_row, shared_tiles()};
+  CF_UNROLL
+  for (int u = 0; u < kR; ++u) backward.slope[u] = Score(0);
+  clear(backward.dq);
+  backward.walk(tile.own);
+  backward.finish(item_at(p, tile.own, 0));
+}

@@ -1,0 +1,133 @@
+// FlashAttention forward for float and double on tensor cores by mma.sync: out = softmax(scores) v, lse (Dao 2023).
+//
+// A block owns kBlockQ queries of one head, a warp kBlockQ / kWarps of them and all of the output's columns. Tiles of
+// kBlockKV keys and of their values follow one another through three places in shared memory: while one is read, the
+// next has arrived and the one after it is on its way.
+//
+//   tile j   | wait for K(j); start V(j + 1) after its place is free    S = Q K^T     P = exp(S - m), dropout
+//            | wait for V(j); start K(j + 2)                            O = O exp(m_before - m) + P V
+//
+// Shared memory: Q, three places, the block's work.
+#include "sm80_wide/store.cuh"
+#include "sm80_wide/weights.cuh"
+
+constexpr i32 kWarpRows = kBlockQ / kWarps, kR = kWarpRows / 8, kC = kBlockKV / 4, kO = kHeadDimV / 4;
+static_assert(kBlockQ % (16 * kWarps) == 0 && kBlockKV % 16 == 0, "whole fragments");
+
+using TileQ = Tile<kBlockQ, kHeadDim>;
+using TileK = Tile<kBlockKV, kHeadDim>;
+using TileV = Tile<kBlockKV, kHeadDimV>;
+using Scores = Score[kR][kC];
+
+// Offsets in shared memory.
+constexpr i32 kAtPlaces = TileQ::kBytes, kPlaceBytes = larger(TileK::kBytes, TileV::kBytes);
+constexpr i32 kAtWork = kAtPlaces + 3 * kPlaceBytes;
+static_assert(kAtWork + kWorkBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
+
+struct Forward {
+  const Params& p;
+  const Work& work;
+  i32 row;                             // first query of the warp
+  u32 places, queries;                 // in shared memory: of tiles, of the warp's queries
+  ColumnReader<TileK> read;
+  RowReader<TileV> read_v;
+  Softmax<kR> softmax;
+  Score out[kR][kO];
+
+  CF_DEVICE u32 place(i32 number) const { return places + u32(number) % 3u * kPlaceBytes; }
+
+  // Starts copies of the `number`th tile of the sequence K, V, K, V, ...
+  CF_DEVICE void load(i32 number) const {
+    const i32 tile = work.tiles.start + number / 2, col = tile * kBlockKV;
+    if (tile < work.tiles.stop) {
+      if (number % 2 == 0) TileK::load(place(number), work.k, col, work.sight.kv_length, p.head_dim);
+      else TileV::load(place(number), work.v, col, work.sight.kv_length, p.head_dim_v);
+    }
+    cp_async_commit_group();
+  }
+
+  CF_DEVICE void wait_for(i32 number) const {
+    cp_async_wait_group<1>();
+    block_barrier();        // everyone's part of the tile is there; nobody reads the tile before any more
+    load(number + 2);
+  }
+
+  // Scores of the tile at `col`, whose keys lie at `keys_at`. False: a mask or a bias forbids all.
+  CF_DEVICE bool make_scores(Scores& s, i32 col, u32 keys_at) const {
+    TileAddends<kR, kC> addends;
+    if constexpr (kMaskOrBias) {
+      if (!addends.template load<false>(work.addends, p.seqlen_q, p.seqlen_k, row, col)) return false;
+    }
+    Scores unused;
+    multiply_by_transposed(s, queries, keys_at, read);
+    scale_scores<false>(s, unused, work, row, col);
+    if constexpr (kMaskOrBias) addends.add_to(s);
+    if (!work.all[warp_index()].covers(col, col + kBlockKV)) select<false>(s, work, row, col, -Limits<Score>::infinity());
+    return true;
+  }
+
+  CF_DEVICE void run() {
+    CF_UNROLL_1
+    for (i32 number = 0; work.tiles.start + number / 2 < work.tiles.stop; number += 2) {
+      const i32 col = (work.tiles.start + number / 2) * kBlockKV;
+      Scores s;
+      Score rescale[kR];
+      wait_for(number);
+      const Interval keys = work.some[warp_index()];
+      bool any = col + kBlockKV > keys.start && col < keys.stop;
+      if (any && (any = make_scores(s, col, place(number)))) {
+        softmax.update(s, rescale);
+        if constexpr (kDropout) {
+          for_kept<false>(s, work.dropout, row, col, [&](int u, int w, bool kept) { s[u][w] = kept ? s[u][w] : Score(0); });
+        }
+      }
+      wait_for(number + 1);
+      if (any) multiply(out, rescale, s, place(number + 1), read_v);
+    }
+  }
+
+  // Normalises the rows and writes out and lse; rows at or past the query length get 0 and -inf.
+  CF_DEVICE void finish() {
+    const Score none = -Limits<Score>::infinity(), kept = kDropout ? dropout_scale<Score>(p) : Score(1);
+    const Item& item = work.item;
+    const i32 head = work.head, q_length = work.sight.q_length;
+    Score sink = none;
+    if (p.call.sinks != nullptr) sink = load_kind<Score>(p.call.sinks, p.sinks_kind, head_index(p.sinks, item, head));
+    const Rows<Score> lses = rows_of<Score>(p.call.lse, p.lse, item, head);
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      const i32 i = row + fragment_row(u);
+      const bool live = i < q_length;
+      Score factor, lse;
+      softmax.finish(u, sink, factor, lse);
+      CF_UNROLL
+      for (int w = 0; w < kO; ++w) out[u][w] = live ? out[u][w] * factor * kept : Score(0);
+      if (p.call.lse != nullptr && i < p.seqlen_q && lane_in_group() == 0) *lses.at(i, 0) = live ? lse : none;
+    }
+    store_tile(out, target_of(p.call.out, p.out, item, head, p.seqlen_q, p.head_dim_v, false), row);
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_forward(const Params p) {
+  const TileWork tile = tile_work(block_index(), ceil_div(p.seqlen_q, kBlockQ), 1, p.heads_q, p.call.right < kUnbounded);
+  const i32 block_row = tile.tile * kBlockQ, tile_row = i32(warp_index()) * kWarpRows, row = block_row + tile_row;
+  const u32 shared = shared_tiles();
+  Work& work = shared_work(kAtWork);
+  if (thread_index() == 0) {
+    describe_item(work, p, item_at(p, tile.own, 0), tile.head / (p.heads_q / p.heads_kv));
+    describe_head(work, p, tile.head);
+    work.tiles = tiles_of(work.sight.keys_of_some(block_row, block_row + kBlockQ), kBlockKV);
+  }
+  block_barrier();      // the work is there
+  describe_warp(work, row, kWarpRows);
+  Forward forward{p, work, row, shared + kAtPlaces, shared + tile_row * TileQ::kRowBytes};
+  forward.softmax.reset();
+  clear(forward.out);
+  TileQ::load(shared, work.q, block_row, work.sight.q_length, p.head_dim);
+  forward.load(0);
+  forward.load(1);
+  warp_barrier();       // the warp's part of the work is there
+  forward.run();
+  cp_async_wait_group<0>();
+  forward.finish();
+}

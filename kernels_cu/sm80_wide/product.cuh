@@ -1,0 +1,320 @@
+// Products of float and double on tensor cores, from shared memory and registers.
+//
+// A lane is (g, t) = (l / 4, l % 4). An accumulator of 16 x 8 has rows g, g + 8 and columns 2 t, 2 t + 1 of a lane.
+// What is summed over may be named in any order, so the sixteen places of one step are given to lanes as they lie:
+// a lane has four of them, `slots`, of rows g and g + 8 of the left factor and of column g of the right one. Taken from
+// memory they are two or four neighbours, one 16-byte read; taken from an accumulator of scores they are the keys
+// 2 t, 2 t + 1 of two neighbouring 8-column tiles. The columns of results are named in the same spirit: the kChunk
+// neighbours that a lane reads at once belong to as many 8-column tiles, so that a lane ends with 2 kChunk neighbours.
+//
+// float as three products of TF32: x = big + small, both with 11 bits; big * big + big * small + small * big loses 2^-22.
+// Tensor cores cut sums where floats are rounded, so the 16 places of a step are summed there and no more.
+#pragma once
+#include "sm80_wide/tile.cuh"
+
+CF_DEVICE i32 lane_group() { return i32(lane_index()) / 4; }
+CF_DEVICE i32 lane_in_group() { return i32(lane_index()) % 4; }
+
+// Row of entry u, column of entry w of a lane's accumulators: of scores, and of results.
+CF_DEVICE i32 fragment_row(int u) { return u / 2 * 16 + u % 2 * 8 + lane_group(); }
+CF_DEVICE i32 score_col(int w) { return w / 2 * 8 + lane_in_group() * 2 + w % 2; }
+CF_DEVICE i32 result_col(int w) {
+  return w / 2 / kChunk * 8 * kChunk + (2 * lane_in_group() + w % 2) * kChunk + w / 2 % kChunk;
+}
+
+// Factors of one step: Left has slot x of row half h at [2 x + h], Right slot x at [x].
+template <class T, int kCount> struct Factor;
+
+template <int kCount> struct Factor<float, kCount> {
+  static constexpr bool kThree = kProducts == 3;
+  u32 big[kCount], small[kThree ? kCount : 1];
+
+  CF_DEVICE void set(int n, float x) {
+    const u32 rounded = bits_of(x) + 0x1000u;
+    if constexpr (kThree) {
+      big[n] = rounded & 0xffffe000u;
+      small[n] = bits_of(x - float_of(big[n]));
+    } else {
+      big[n] = rounded;      // the tensor core cuts it
+    }
+  }
+};
+
+template <int kCount> struct Factor<double, kCount> {
+  double value[kCount];
+  CF_DEVICE void set(int n, double x) { value[n] = x; }
+};
+
+constexpr int kChains = 8;      // sums that are made at once, so that instructions do not wait for each other
+using Left = Factor<Element, 8>;
+using Right = Factor<Element, 4>;
+
+// acc += a b over one step: kN column tiles, kT row tiles. Small products first; neighbours in the code do
+// not wait for each other.
+template <int kN, int kT>
+CF_DEVICE void multiply_step(float (&acc)[kN][kT][4], const Factor<float, 8> (&a)[kT], const Factor<float, 4> (&b)[kN]) {
+  const auto each = [&](auto left, auto right) {
+    CF_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      CF_UNROLL
+      for (int n = 0; n < kN; ++n) {
+        CF_UNROLL
+        for (int t = 0; t < kT; ++t) {
+          float(&d)[4] = acc[n][t];
+          const auto& from_a = left(a[t]);
+          const auto& from_b = right(b[n]);
+          const u32 rows[4] = {from_a[4 * half], from_a[4 * half + 1], from_a[4 * half + 2], from_a[4 * half + 3]};
+          mma_m16n8k8_tf32(d[0], d[1], d[2], d[3], rows, from_b[2 * half], from_b[2 * half + 1]);
+        }
+      }
+    }
+  };
+  const auto big = [](const auto& x) -> const auto& { return x.big; };
+  const auto small = [](const auto& x) -> const auto& { return x.small; };
+  if constexpr (kProducts == 3) {
+    each(small, big);
+    each(big, small);
+  }
+  each(big, big);
+}
+
+template <int kN, int kT>
+CF_DEVICE void multiply_step(double (&acc)[kN][kT][4], const Factor<double, 8> (&a)[kT], const Factor<double, 4> (&b)[kN]) {
+  CF_UNROLL
+  for (int x = 0; x < 4; ++x) {
+    CF_UNROLL
+    for (int n = 0; n < kN; ++n) {
+      CF_UNROLL
+      for (int t = 0; t < kT; ++t) {
+        double(&d)[4] = acc[n][t];
+        const double low = a[t].value[2 * x], high = a[t].value[2 * x + 1], right = b[n].value[x];
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+        mma_m8n8k4_f64(d[0], d[1], low, right);
+        mma_m8n8k4_f64(d[2], d[3], high, right);
+#else
+        mma_m16n8k4_f64(d[0], d[1], d[2], d[3], low, high, right);
+#endif
+      }
+    }
+  }
+}
+
+// Whether sums may stay where they are made.
+constexpr bool kRoundedSums = sizeof(Element) == 8;
+
+CF_DEVICE void ld_shared_chunk(float (&x)[4], u32 address) {
+  u32 words[4];
+  ld_shared_128(words, address);
+  CF_UNROLL
+  for (int n = 0; n < 4; ++n) x[n] = float_of(words[n]);
+}
+CF_DEVICE void ld_shared_chunk(double (&x)[2], u32 address) { ld_shared_f64x2(x, address); }
+
+CF_DEVICE void st_shared_chunk(u32 address, const float (&x)[4]) {
+  st_shared_128(address, {bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3])});
+}
+CF_DEVICE void st_shared_chunk(u32 address, const double (&x)[2]) { st_shared_f64x2(address, x); }
+CF_DEVICE void st_shared(u32 address, float x) { st_shared_32(address, bits_of(x)); }
+CF_DEVICE void st_shared(u32 address, double x) { st_shared_f64(address, x); }
+template <class T> CF_DEVICE T ld_shared(u32 address);
+template <> CF_DEVICE float ld_shared<float>(u32 address) { return ld_shared_f32(address); }
+template <> CF_DEVICE double ld_shared<double>(u32 address) { return ld_shared_f64(address); }
+CF_DEVICE void ld_shared_pair(float& x, float& y, u32 address) { ld_shared_f32x2(x, y, address); }
+CF_DEVICE void ld_shared_pair(double& x, double& y, u32 address) {
+  double both[2];
+  ld_shared_f64x2(both, address);
+  x = both[0], y = both[1];
+}
+CF_DEVICE bool has_sign(float x) { return bits_of(x) >> 31 != 0; }
+CF_DEVICE bool has_sign(double x) { return high_word(x) >> 31 != 0; }
+
+template <int kRows, int kCols> CF_DEVICE void multiply_by(Element (&acc)[kRows][kCols], Element factor) {
+  CF_UNROLL
+  for (int u = 0; u < kRows; ++u) {
+    CF_UNROLL
+    for (int w = 0; w < kCols; ++w) acc[u][w] *= factor;
+  }
+}
+
+template <int kRows, int kCols> CF_DEVICE void clear(Element (&acc)[kRows][kCols]) {
+  CF_UNROLL
+  for (int u = 0; u < kRows; ++u) {
+    CF_UNROLL
+    for (int w = 0; w < kCols; ++w) acc[u][w] = Element(0);
+  }
+}
+
+// Where a lane reads factors whose places are columns: the slots of a step in row g of eight rows.
+template <class T> struct ColumnReader {
+  static constexpr int kReads = 4 / kChunk;      // of a step
+  u32 start[2];                                  // of even and odd halves of a line
+
+  CF_DEVICE ColumnReader() {
+    CF_UNROLL
+    for (int half = 0; half < 2; ++half) start[half] = T::place(lane_group(), lane_in_group() + 4 * half);
+  }
+  // Read n of step k in row g of the eight rows from `row`, a multiple of 8.
+  CF_DEVICE u32 at(u32 tile, i32 row, int k, int n) const {
+    const int half_line = k * kReads + n;
+    return tile + start[half_line % 2] + row * T::kRowBytes + half_line / 2 * 128;
+  }
+  CF_DEVICE void read(Element (&slots)[4], u32 tile, i32 row, int k) const {
+    CF_UNROLL
+    for (int n = 0; n < kReads; ++n) {
+      Element chunk[kChunk];
+      ld_shared_chunk(chunk, at(tile, row, k, n));
+      CF_UNROLL
+      for (int x = 0; x < kChunk; ++x) slots[n * kChunk + x] = chunk[x];
+    }
+  }
+  CF_DEVICE void read(Right& right, u32 tile, i32 row, int k) const {
+    Element slots[4];
+    read(slots, tile, row, k);
+    CF_UNROLL
+    for (int x = 0; x < 4; ++x) right.set(x, slots[x]);
+  }
+  // An element as it was.
+  static CF_DEVICE float element(u32 tile, i32 row, i32 col) {
+    return ld_shared_f32(tile + T::place(row, col / kChunk) + col % kChunk * sizeof(Element));
+  }
+};
+
+// Where a lane reads factors whose places are rows: chunk g of a line in rows 2 t, 2 t + 1 of eight rows.
+template <class T> struct RowReader {
+  u32 start[2];
+
+  CF_DEVICE RowReader() {
+    CF_UNROLL
+    for (int x = 0; x < 2; ++x) start[x] = T::place(2 * lane_in_group() + x, lane_group());
+  }
+  // The sixteen rows from 16 k in line `line`: element j of a chunk belongs to column tile j.
+  CF_DEVICE void read(Right (&right)[kChunk], u32 tile, int k, int line) const {
+    CF_UNROLL
+    for (int x = 0; x < 4; ++x) {
+      Element chunk[kChunk];
+      ld_shared_chunk(chunk, tile + start[x % 2] + (16 * k + x / 2 * 8) * T::kRowBytes + line * 128);
+      CF_UNROLL
+      for (int j = 0; j < kChunk; ++j) right[j].set(x, chunk[j]);
+    }
+  }
+};
+
+template <class T, int kT> CF_DEVICE void read_left(Left (&left)[kT], const ColumnReader<T>& read, u32 tile, int k) {
+  CF_UNROLL
+  for (int u = 0; u < 2 * kT; ++u) {
+    Element slots[4];
+    read.read(slots, tile, 8 * u, k);
+    CF_UNROLL
+    for (int x = 0; x < 4; ++x) left[u / 2].set(2 * x + u % 2, slots[x]);
+  }
+}
+
+// acc = a b^T in plain sums, element by element.
+template <class T, int kR, int kC> CF_DEVICE void multiply_plainly(Element (&acc)[kR][kC], u32 a, u32 b) {
+  clear(acc);
+  CF_UNROLL_1
+  for (i32 k = 0; k < T::kColCount; ++k) {
+    float row[kR];
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) row[u] = ColumnReader<T>::element(a, fragment_row(u), k);
+    CF_UNROLL
+    for (int w = 0; w < kC; ++w) {
+      const float col = ColumnReader<T>::element(b, score_col(w), k);
+      CF_UNROLL
+      for (int u = 0; u < kR; ++u) acc[u][w] = fused(row[u], col, acc[u][w]);
+    }
+  }
+}
+
+// acc = a b^T over all columns: 8 kR rows at address a, 4 kC rows at b, each a multiple of 8 rows into its tile; rows of
+// both are as those of T.
+template <class T, int kR, int kC>
+CF_DEVICE void multiply_by_transposed(Element (&acc)[kR][kC], u32 a, u32 b, const ColumnReader<T>& read) {
+  constexpr int kT = kR / 2, kN = smaller(kChains / kT, kC / 2);
+  clear(acc);
+  CF_UNROLL
+  for (int k = 0; k < T::kColCount / 16; ++k) {
+    Left left[kT];
+    read_left(left, read, a, k);
+    CF_UNROLL
+    for (int first = 0; first < kC / 2; first += kN) {
+      Right right[kN];
+      Element sums[kN][kT][4];
+      CF_UNROLL
+      for (int n = 0; n < kN; ++n) read.read(right[n], b, 8 * (first + n), k);
+      CF_UNROLL
+      for (int n = 0; n < kN * kT * 4; ++n) {
+        const int t = n / 4 % kT, w = 2 * (first + n / 4 / kT);
+        sums[n / 4 / kT][t][n % 4] = kRoundedSums ? acc[2 * t + n % 4 / 2][w + n % 2] : Element(0);
+      }
+      multiply_step(sums, left, right);
+      CF_UNROLL
+      for (int n = 0; n < kN * kT * 4; ++n) {
+        const int t = n / 4 % kT, w = 2 * (first + n / 4 / kT);
+        Element& to = acc[2 * t + n % 4 / 2][w + n % 2];
+        to = kRoundedSums || k == 0 ? sums[n / 4 / kT][t][n % 4] : to + sums[n / 4 / kT][t][n % 4];
+      }
+    }
+  }
+  if constexpr (!kRoundedSums) {      // an overflow is infinite in one part and NaN in the sum
+    float probe = 0.0f;
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      CF_UNROLL
+      for (int w = 0; w < kC; ++w) probe = fused(acc[u][w], 0.0f, probe);
+    }
+    if (vote_any(probe != probe)) multiply_plainly<T>(acc, a, b);
+  }
+}
+
+// acc = acc * rescale + weights b: 4 kC rows at address b, a multiple of 8 rows into its tile.
+template <class T, int kR, int kC, int kO>
+CF_DEVICE void multiply(Element (&acc)[kR][kO], const Element (&rescale)[kR], const Element (&weights)[kR][kC], u32 b,
+                        const RowReader<T>& read) {
+  constexpr int kT = kR / 2, kN = smaller(kChains / kT, kChunk);
+  static_assert(T::kColCount <= 4 * kO && kChunk % kN == 0, "acc is wide enough");
+  CF_UNROLL
+  for (int k = 0; k < kC / 4; ++k) {
+    Left left[kT];
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      CF_UNROLL
+      for (int x = 0; x < 4; ++x) left[u / 2].set(2 * x + u % 2, weights[u][4 * k + x]);
+    }
+    CF_UNROLL
+    for (int line = 0; line < T::kColCount / (8 * kChunk); ++line) {
+      Right right[kChunk];
+      read.read(right, b, k, line);
+      CF_UNROLL
+      for (int first = 0; first < kChunk; first += kN) {
+        Element sums[kN][kT][4];
+        Right some[kN];
+        CF_UNROLL
+        for (int n = 0; n < kN; ++n) some[n] = right[first + n];
+        CF_UNROLL
+        for (int n = 0; n < kN * kT * 4; ++n) {
+          const int t = n / 4 % kT, w = 2 * (line * kChunk + first + n / 4 / kT), u = 2 * t + n % 4 / 2;
+          const Element before = k == 0 ? acc[u][w + n % 2] * rescale[u] : acc[u][w + n % 2];
+          sums[n / 4 / kT][t][n % 4] = kRoundedSums ? before : Element(0);
+        }
+        multiply_step(sums, left, some);
+        CF_UNROLL
+        for (int n = 0; n < kN * kT * 4; ++n) {
+          const int t = n / 4 % kT, w = 2 * (line * kChunk + first + n / 4 / kT), u = 2 * t + n % 4 / 2;
+          const Element sum = sums[n / 4 / kT][t][n % 4];
+          Element& to = acc[u][w + n % 2];
+          to = kRoundedSums ? sum : k == 0 ? fused(to, rescale[u], sum) : to + sum;
+        }
+      }
+    }
+  }
+}
+
+// acc += weights b.
+template <class T, int kR, int kC, int kO>
+CF_DEVICE void multiply(Element (&acc)[kR][kO], const Element (&weights)[kR][kC], u32 b, const RowReader<T>& read) {
+  Element one[kR];
+  CF_UNROLL
+  for (int u = 0; u < kR; ++u) one[u] = Element(1);
+  multiply(acc, one, weights, b, read);
+}

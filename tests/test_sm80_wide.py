@@ -1,0 +1,195 @@
+"""The tensor-core family of float32 and float64: what it takes, its exponential, and its kernels in the emulation."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import test_emulate
+from emulated import needs_compiler, run, vjp_on
+from support import NEG_INF, assert_same, check, qkv, wide
+
+import cupyflash
+from cupyflash import reference, testing
+from cupyflash.cuda import configs
+from cupyflash.cuda.emulate import Machine
+
+SM90 = 90
+DTYPES = [np.dtype(np.float32), np.dtype(np.float64)]
+OPTIONS = {
+    name: given for name, given in test_emulate.cases(64, 64, np.float32).items() if name != "everything"
+}
+PAIRS = list(itertools.combinations_with_replacement(OPTIONS, 2))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_the_family_takes_every_option_and_every_pair_of_them(pair, dtype, backward):
+    options = OPTIONS[pair[0]] | OPTIONS[pair[1]]
+    if "causal" in options:
+        options.pop("query_offset", None)
+    for dim, arch in itertools.product((64, 128), (80, 90)):
+        q, k, v = qkv(np, 2, 2, 64, 64, dim, dim, heads_kv=1, dtype=dtype)
+        plan = cupyflash.plan(q, k, v, backward=backward, arch=arch, **options)
+        assert plan.family == "sm80_wide"
+
+
+def plan_of(dtype=np.float32, d=64, arch=SM90, **options):
+    return cupyflash.plan(*qkv(np, m=8, d=d, dtype=dtype), arch=arch, **options)
+
+
+def test_which_family_runs_what():
+    assert plan_of().family == plan_of(precision="tf32x3").family == "sm80_wide"
+    assert plan_of(precision="ieee").family == plan_of(arch=75).family == "simt"
+    assert plan_of(d=129).family == "simt"
+    assert plan_of(arch=120).family == plan_of(arch=89).family == "sm80_wide"
+    assert "tf32" in plan_of(precision="tf32").config.split()
+    assert "tf32" not in plan_of().config.split()
+    with pytest.raises(ValueError, match="not tf32"):
+        plan_of(precision="tf32", arch=75)
+
+
+@pytest.mark.parametrize(
+    ("arch", "family"),
+    [(80, "sm80_wide"), (86, "simt"), (89, "simt"), (90, "sm80_wide"), (100, "sm80_wide"), (120, "simt")],
+)
+def test_doubles_go_where_tensor_cores_are_fast_at_them(arch, family):
+    assert plan_of(np.float64, arch=arch).family == family
+
+
+DECAY = """#include "attn/decay.cuh"
+struct Record { const double* x; double* y; i64 count; };
+extern "C" __global__ void toy(const Record p) {
+  for (i64 n = thread_index(); n < p.count; n += 64) p.y[n] = decay(p.x[n]);
+}
+"""
+
+
+def decay(x):
+    y = np.full_like(x, 7)
+    run(DECAY, mode="plain", writes=("y",), x=x, y=y, count=x.size)
+    return y
+
+
+@needs_compiler
+def test_the_exponential_of_doubles_is_right_to_one_last_place():
+    rng = np.random.default_rng(0)
+    x = np.concatenate([-rng.uniform(0, span, 200_000) for span in (1e-9, 0.4, 1, 40, 706)])
+    near_halves = -np.log(2) * (np.arange(1000) + 0.5)
+    x = np.concatenate([x, near_halves, np.nextafter(near_halves, 0), [0.0, -0.0, -706.0]])
+    exact = np.exp(x.astype(np.longdouble))
+    error = np.abs(decay(x) - exact) / np.spacing(exact.astype(np.float64))
+    assert error.max() < 1
+
+
+@needs_compiler
+def test_the_exponential_of_doubles_at_the_ends():
+    assert_same(decay(np.array([0.0, -800.0, -1e300, NEG_INF])), np.array([1.0, 0, 0, 0]))
+    assert np.isnan(decay(np.array([np.nan]))).all()
+
+
+def check_case(name, dtype, m=70, n=139, compute_capability=SM90, **options):
+    case, machine = (
+        test_emulate.cases(m, n, dtype)[name] | options,
+        Machine(compute_capability=compute_capability),
+    )
+    check(*test_emulate.arrays(m, n, dtype, case), via=vjp_on(machine), **case)
+    return machine
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["causal", "lengths"])
+def test_the_kernels_in_the_emulation(name, dtype):
+    assert {config.family for config in check_case(name, dtype).launched} == {"sm80_wide", "prepost"}
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", test_emulate.cases(2, 2, np.float32))
+def test_every_option_at_every_edge(name, dtype):
+    for m, n in test_emulate.edges(dtype, "sm80_wide", SM90):
+        check_case(name, dtype, m, n)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d_and_e", [(1, 1), (37, 61), (64, 0), (128, 80), (100, 128)], ids=str)
+def test_head_dims(d_and_e, dtype):
+    q, k, v = qkv(np, 1, 2, 35, 33, *d_and_e, heads_kv=1, dtype=dtype)
+    check(q, k, v, via=vjp_on(Machine(compute_capability=SM90)), causal="bottom_right")
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides_change_no_bit(dtype):
+    q, k, v = qkv(np, 1, 2, 70, 90, 64, dtype=dtype)
+    machine = Machine(compute_capability=SM90)
+    dense = machine.attention(q, k, v)
+    odd = [np.concatenate([x, x[..., :1]], -1)[..., ::-1][..., 1:][..., ::-1] for x in (q, k, v)]
+    assert_same(machine.attention(*odd), dense)
+    assert_same(machine.attention(*(np.asfortranarray(x) for x in (q, k, v))), dense)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_the_same_bits_in_every_order(name, dtype):
+    options = test_emulate.cases(70, 150, dtype)[name]
+    first, *others = (
+        test_emulate.all_results(machine, 70, 150, dtype, options)
+        for machine in test_emulate.machines(compute_capability=SM90)
+    )
+    for other in others:
+        assert_same(first, other)
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [1, 12, 120], ids=["ordinary", "scores of 50", "scores of 500"])
+def test_three_products_of_tf32_are_as_exact_as_float32(size):
+    q, k, v = qkv(np, 1, 1, 64, 512, 64)
+    q = q * np.float32(size)
+    exact, plain = reference.attention(q, k, v), testing.plain(q, k, v)
+    found = {
+        precision: testing.errors(
+            Machine(compute_capability=SM90).attention(q, k, v, precision=precision)[0], exact
+        )
+        for precision in ("ieee", "tf32x3", "tf32")
+    }
+    assert found["tf32x3"].rms < 2 * found["ieee"].rms
+    assert found["tf32x3"].max < 2 * found["ieee"].max
+    assert found["tf32x3"].rms < 2 * testing.errors(plain, exact).rms
+    assert found["tf32"].rms > 20 * found["tf32x3"].rms
+
+
+@needs_compiler
+def test_scores_beyond_the_largest_float_are_infinite():
+    q, k, v = qkv(np, m=3)
+    q[:, :, 1], k[...] = 1e30, -1e30
+    (out, lse), vjp = vjp_on(Machine(compute_capability=SM90))(q, k, v, return_lse=True, wrt=None)
+    assert lse[0, 0, 1] == NEG_INF
+    assert not wide(out)[0, 0, 1].any()
+    assert not vjp(np.ones_like(q), None).q[0, 0, 1].any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("length", [1, 4, 70])
+def test_H01_scores_of_1e11_leave_gradients_finite(length):
+    x = np.full((1, 1, length, 64), 133120, np.float32)
+    (out, _), vjp = vjp_on(Machine(compute_capability=SM90))(x, x, x, return_lse=True, wrt=None)
+    assert_same(out, x)
+    assert all(np.isfinite(g).all() for g in vjp(x, None)[:3])
+
+
+def test_head_dims_up_to_64_share_a_kernel():
+    dims = ((1, 64), (20, 3), (64, 64))
+    assert (
+        len({configs.choose("sm80_wide", "forward", "float32", d, e, (False,) * 3, SM90) for d, e in dims})
+        == 1
+    )
