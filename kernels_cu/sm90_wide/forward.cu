@@ -61,7 +61,11 @@ struct Consumer {
   }
   CF_DEVICE void pass_by_tile() {
     CF_UNROLL_1
-    for (int plane = 0; plane < kPlanes; ++plane) wait_plane(ring), free_plane();
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      wait_plane(ring);
+      barrier_of_warpgroup();                  // all have seen it: a phase that nobody waits for may be over soon
+      free_plane();
+    }
   }
   // The last key tile that this warpgroup sees; less than work.first where it sees none.
   CF_DEVICE i32 last_tile(const Work& work) const { return uniform(work.keys[number].last); }
@@ -190,6 +194,7 @@ struct Consumer {
       softmax.reset(row, work.sight.q_length);
       if (work.first <= work.last) walk_keys(work);
       finish_rows(work);
+      barrier_of_warpgroup();                  // the work has been read
       if (leader()) mbarrier_arrive(barrier(control.work_free, at.stage));
       at.advance();
     }
