@@ -27,9 +27,16 @@ def small_kernels(cc):
         for dtype, kernel in itertools.product(
             dtypes, (*configs.kernels_of(family.name), *configs.PREPOST_KERNELS)
         ):
-            if (dtype, kernel) in covered:  # by a faster family
+            if (
+                dtype,
+                kernel,
+            ) in covered or kernel == "backward_wide":  # by a faster family; for wide head dims
+                continue
+            if kernel in ("row_stats", "finish_queries") and family.name != "sm90":
                 continue
             covered.add((dtype, kernel))
+            if kernel == "backward":
+                covered |= {(dtype, "backward_q"), (dtype, "backward_kv")}
             for options in bits:
                 dim = SMALL_HEAD_DIM
                 found[configs.choose(family.name, kernel, dtype, dim, dim, options, cc)] = True

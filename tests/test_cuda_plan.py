@@ -55,7 +55,7 @@ def test_a_plan_needs_an_architecture_alone(dtype, backward, arch):
     family = "simt"
     if arch >= 80 and (dtype != np.float64 or arch in (80, 90, 100)):
         family = "sm80" if dtype.itemsize == 2 else "sm80_wide"
-    if family == "sm80" and arch == 90 and not backward:
+    if family == "sm80" and arch == 90:
         family = "sm90"
     if dtype == np.float32 and arch == 90 and not backward:
         family = "sm90_wide"
@@ -63,7 +63,8 @@ def test_a_plan_needs_an_architecture_alone(dtype, backward, arch):
     assert p.config.startswith(f"{family} ")
     assert dtype.name in p.config
     assert p.block_q > 1 < p.block_kv
-    one_kernel = family == "sm80" and sm80.in_one_kernel(80, (False,) * 3, configs.shared_limit(arch))
+    sm80_kernel = family == "sm80" and sm80.in_one_kernel(80, (False,) * 3, configs.shared_limit(arch))
+    one_kernel = family == "sm90" or sm80_kernel
     kernels = (
         ("row_stats", "backward", "finish_queries") if one_kernel else ("delta", "backward_kv", "backward_q")
     )
@@ -75,7 +76,8 @@ def test_a_plan_needs_an_architecture_alone(dtype, backward, arch):
     score = 8 if dtype == np.float64 else 4
     assert p.output_bytes == (3 * results if backward else results + 2 * 4 * 1000 * score)
     assert p.copied_bytes == 0
-    a_row = score * (82 + 1 if one_kernel else 1)  # sums for dq are as wide as the kernel's head dim
+    columns = 128 if family == "sm90" else 82  # sums for dq are as wide as the kernel's head dim
+    a_row = score * (columns + 2 if one_kernel else 1)
     padded = 2 * 4 * (1024 if one_kernel else 1000)
     assert p.workspace_bytes <= (1024 + padded * a_row if backward else planes)
 

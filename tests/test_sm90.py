@@ -242,12 +242,6 @@ def test_a_head_dim_beyond_the_rows_goes_elsewhere():
     assert dict(p.passed_over)["sm90"] == "takes head dims up to 256, got 257 and 257"
 
 
-def test_only_the_forward_is_here():
-    x = np.broadcast_to(np.float16(0), (1, 1, 8, 64))
-    p = cupyflash.plan(x, x, x, arch=90, backward=True)
-    assert dict(p.passed_over)["sm90"] == "has no backward"
-
-
 def strided(shape, strides, dtype=np.float16):
     """A description of an array: strides in elements."""
     itemsize = np.dtype(dtype).itemsize

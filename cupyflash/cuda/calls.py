@@ -161,10 +161,11 @@ class _Call:
         if not recipe.launches or any(x.record != recipe.launches[0].record for x in recipe.launches):
             return None
         launch, skip = recipe.launches[-1], 1 if p.squeeze else 0
+        extras: Any = launch.extras  # a forward's
         cuda = machine.xp.cuda
         behind: tuple[bytes, ...] = ()
-        if launch.extras is not None:
-            behind = (bytes(sm90_launch.MAPS_BYTES), launch.extras.launch([0] * 4, numbers(p), 0))
+        if extras is not None:
+            behind = (bytes(sm90_launch.MAPS_BYTES), extras.launch([0] * 4, numbers(p), 0))
         units = _units(p, family)
         return cls(
             machine=machine,
@@ -184,7 +185,7 @@ class _Call:
             out=_made(results["out"], skip),
             lse=_made(results["lse"], skip) if return_lse else None,
             dropout=p.dropout is not None,
-            extras=launch.extras,
+            extras=extras,
             behind=behind,
             units=units,
             get_device=cuda.runtime.getDevice,

@@ -8,16 +8,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import simt, sm80, sm80_wide, sm90, sm90_wide, source
+from . import simt, sm80, sm80_wide, sm90, sm90_backward, sm90_wide, source
 from .families import FAMILIES, family_of
 
-Geometry = simt.Geometry | sm80.Geometry | sm80_wide.Geometry | sm90.Geometry | sm90_wide.Geometry
+Geometry = (
+    simt.Geometry
+    | sm80.Geometry
+    | sm80_wide.Geometry
+    | sm90.Geometry
+    | sm90_backward.Geometry
+    | sm90_wide.Geometry
+)
 
 # The options that are compile-time, as in Config.options: what changes the inner loop. Everything else (positions,
 # lengths, sinks, the exact head dims, strides) is run-time.
 OPTION_BITS = ("kMaskOrBias", "kSoftcapOrAlibi", "kDropout")
 OPTION_WORDS = ("mask|bias", "softcap|alibi", "dropout")
-ATTENTION_KERNELS = ("forward", "decode", "backward", "backward_q", "backward_kv", "backward_bias")
+ATTENTION_KERNELS = (
+    "forward",
+    "decode",
+    "backward",
+    "backward_wide",
+    "backward_q",
+    "backward_kv",
+    "backward_bias",
+)
 PREPOST = "prepost"  # what stands before and after the attention kernels of any family
 PREPOST_KERNELS = (
     "delta",
@@ -33,7 +48,7 @@ PREPOST_THREADS = 256
 ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 # By family -> geometries. Keys: (kernel, bytes of the score type), also with the options, also with the architecture.
 TABLES: dict[str, dict[Any, tuple[Any, ...]]] = {
-    "sm90": sm90.TABLE,
+    "sm90": sm90.TABLE | sm90_backward.TABLE,
     "sm90_wide": sm90_wide.TABLE,
     "sm80": sm80.TABLE,
     "sm80_wide": sm80_wide.TABLE,
@@ -115,7 +130,7 @@ class Config:
             lines += [_constant(name, value) for name, value in constants.items()]
         elif self.kernel == "finish_queries":
             lines.append(_constant("kSharedBytes", self.shared_bytes))
-        if isinstance(self.geometry, sm90.Geometry | sm90_wide.Geometry):
+        if isinstance(self.geometry, sm90.Geometry | sm90_backward.Geometry | sm90_wide.Geometry):
             lines.append(self.geometry.wrappers(self.dtype))
         return "\n".join(lines)
 

@@ -90,6 +90,8 @@ class Family:
             return reason
         if backward and not self.backward:
             return "has no backward"
+        if self.arch_suffix and backward and problem.seqlen_k == 0:
+            return "has no backward without keys"
         if problem.precision not in (None, *self.precisions):
             return f"computes float32 as {' or '.join(self.precisions)}, not {problem.precision}"
         return None
@@ -104,7 +106,6 @@ FAMILIES = (
         dtypes=("float16", "bfloat16"),
         most_head_dim=256,
         precisions=(),
-        backward=False,
         lead_axes=2,
     ),
     Family(

@@ -74,6 +74,8 @@ def backward(request: BackwardRequest, *, workspace: Any = None, machine: Any = 
             return flat_backward(request, lambda flat: backward(flat, machine=machine))
         results = {name: _gradient_array(machine, request, name) for name in request.wrt}
         arrays |= {GRADIENTS[name]: x for name, x in results.items()}
+        if family.name == "sm90":
+            arrays |= readable(p, arrays["dout"])
         cc = machine.compute_capability
         wanted = frozenset(GRADIENTS[name][1:] for name in request.wrt)
         found = tuple(layouts(arrays).items())
@@ -125,7 +127,8 @@ def run(recipe: Recipe, machine: Any, addresses: dict[str, int], values: Iterabl
         record = np.void(pack_call(seen, values) + launch.record[CALL_BYTES:])
         config, grid, arguments = launch.config, launch.grid, [record]
         if launch.extras is not None:
-            grid = min(grid, machine.multiprocessors)
+            if launch.extras.resident:
+                grid = min(grid, machine.multiprocessors)
             arguments += launch.extras.arguments(seen, values, machine.counter())
         kernel.function((grid,), (config.threads,), tuple(arguments), config.shared_bytes)
 

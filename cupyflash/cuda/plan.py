@@ -86,15 +86,18 @@ def planned(
         problem = flat_problem(problem)
         found, results = layouts(tensors(problem)), _results(problem, backward)
         copied += sum(map(layout_bytes, results.values()))
+    if backward:
+        found |= _cotangents(problem)
     if chosen.arch_suffix:
-        made = sm90_launch.copies(problem)
+        made = sm90_launch.copies(problem, backward=backward)
+        if backward:
+            made |= sm90_launch.copy_of_dout(found["dout"])
         copied += sum(copy.nbytes for copy in made.values())
         found |= {name: copy.layout for name, copy in made.items()}
     sizes = Sizes.of(problem)
     if not backward:
         recipe = forward_recipe(chosen.name, cc, sizes, tuple((found | results).items()))
     else:
-        found |= _dense(problem, {"dout": problem.dtype, "out": problem.out_dtype, "lse": problem.lse_dtype})
         wanted = frozenset(name[1:] for name in results)
         recipe = backward_recipe(chosen.name, cc, sizes, tuple((found | results).items()), wanted, False)
     return recipe, chosen.name, passed_over, copied, output
@@ -124,8 +127,18 @@ def _results(problem: Problem, backward: bool) -> dict[str, Layout]:
     }
 
 
+def _cotangents(problem: Problem) -> dict[str, Layout]:
+    """Layouts of what a backward reads beside the operands; dout and out lie as `attention` makes out."""
+    p = problem
+    found = {
+        name: layout_in_order(p.out_shape, dtype, p.q)
+        for name, dtype in (("dout", p.dtype), ("out", p.out_dtype))
+    }
+    return found | _dense(p, {"lse": p.lse_dtype})
+
+
 def _dense(problem: Problem, dtypes: dict[str, np.dtype[Any]]) -> dict[str, Layout]:
-    """C-ordered layouts of out, dout and lse in these dtypes."""
+    """C-ordered layouts of results in these dtypes."""
     shapes = {"lse": problem.lse_shape}
     return {
         name: layout_in_order(shapes.get(name, problem.out_shape), dtype, None)

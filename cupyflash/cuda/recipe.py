@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import sm80
+from . import sm80, sm90_backward
 from .configs import Config, choose, in_runs, shared_limit, unordered
 from .params import ADDRESSES, Layout, build_record
 from .simt import ceil
@@ -77,7 +77,7 @@ class Launch:
     grid: int
     record: bytes
     hidden: tuple[int, ...] = ()
-    extras: Extras | None = None  # what the kernel takes besides the record
+    extras: Extras | sm90_backward.Extras | None = None  # what the kernel takes besides the record
 
     def __post_init__(self) -> None:
         if self.grid > MOST_BLOCKS:
@@ -156,7 +156,8 @@ def backward_recipe(
     family: str, cc: int, sizes: Sizes, layouts: Layouts, wrt: frozenset[str], accumulate: bool
 ) -> Recipe:
     """The backward: delta, then the kernels that own the gradients in ``wrt``, then sums over rows."""
-    return _Backward(family, cc, sizes, dict(layouts), wrt, accumulate).recipe()
+    kind = _HopperBackward if family == "sm90" else _Backward
+    return kind(family, cc, sizes, dict(layouts), wrt, accumulate).recipe()
 
 
 class _Backward:
@@ -198,7 +199,7 @@ class _Backward:
                 self._rows_of(name)
         return Recipe(tuple(self.launches), tuple(self.workspace), self.workspace_bytes)
 
-    def _reserve(self, name: str, elements: int) -> None:
+    def _reserve(self, name: str, elements: int) -> None:  # in units of the score dtype
         self.workspace.append((name, self.workspace_bytes))
         self.workspace_bytes += ceil(elements * self.score_bytes, ALIGNMENT) * ALIGNMENT
 
@@ -206,20 +207,31 @@ class _Backward:
         layouts = {name: layout for name, layout in self.layouts.items() if name in names}
         return build_record(self.sizes, layouts, owner=owner, splits=splits, accumulate=self.accumulate)
 
-    def _add(self, config: Config, grid: int, record: np.ndarray, hidden: Collection[str] = ()) -> None:
+    def _add(
+        self,
+        config: Config,
+        grid: int,
+        record: np.ndarray,
+        hidden: Collection[str] = (),
+        extras: sm90_backward.Extras | None = None,
+    ) -> None:
         if grid:
             indices = tuple(ADDRESSES.index(name) for name in hidden)
-            self.launches.append(Launch(config, grid, record.tobytes(), indices))
+            self.launches.append(Launch(config, grid, record.tobytes(), indices, extras))
 
     def _delta(self) -> None:
         config = _config(self.family, "delta", self.cc, self.sizes)
         record = self._record((*_LENGTHS, "out", "dout", "dlse", "delta"))
         self._add(config, ceil(self.sizes.rows, config.threads // 32), record)
 
-    def _keys_and_values(self) -> None:
+    def _owners(self) -> list[list[str]]:
+        """The gradients of keys and values that one launch can own, launch by launch."""
         wanted = [f"d{name}" for name in ("k", "v") if name in self.wrt]
         together = len(wanted) == 2 and self._broadcast_axes("k") == self._broadcast_axes("v")
-        for owners in [wanted] if together else [[name] for name in wanted]:
+        return [wanted] if together else [[name] for name in wanted]
+
+    def _keys_and_values(self) -> None:
+        for owners in self._owners():
             config = _config(self.family, "backward_kv", self.cc, self.sizes)
             record = self._record((*_SCORES, "dout", *owners), owner=owners[0])
             grid = config.geometry.blocks("backward_kv", self.sizes, _own(record))
@@ -296,11 +308,72 @@ class _Backward:
             after = _config(self.family, "sum_partials", self.cc, s)
             self._add(after, ceil(elements, after.threads), record)
 
-    def _rows_of(self, name: str) -> None:
+    def _rows_of(self, name: str, parts: int = 0) -> None:
         config = _config(self.family, "sum_rows", self.cc, self.sizes)
-        record = self._record((*_LENGTHS, "sinks", "lse", f"d{name}"), owner=f"d{name}")
+        record = self._record((*_LENGTHS, "sinks", "lse", f"d{name}"), owner=f"d{name}", splits=parts)
         grid = _own(record) * (self.sizes.heads_q if record["own_heads"] else 1)
         self._add(config, grid, record, ["dslopes" if name == "sinks" else "dsinks"])
+
+
+class _HopperBackward(_Backward):
+    """The same on Hopper: one kernel owns keys and values, and hands the gradients of queries on as sums."""
+
+    def recipe(self) -> Recipe:
+        if self.sizes.rows == 0:
+            return Recipe(())
+        kernel = sm90_backward.kernel_for(self.sizes)
+        config = _config(self.family, kernel, self.cc, self.sizes)
+        for name, words in sm90_backward.workspace(self.sizes, config.geometry.head_dim).items():
+            self._reserve(name, words)
+        key_tiles = ceil(self.sizes.seqlen_k, config.geometry.block_kv)
+        if {"bias", "sinks"} & set(self.wrt):
+            self._reserve("row_delta", self.sizes.rows)
+        if "slopes" in self.wrt:
+            self._reserve("slope_rows", self.sizes.batch * self.sizes.heads_q * max(1, key_tiles))
+        self._row_stats(config)
+        if "q" in self.wrt and not self.sizes.deterministic:
+            self._clear_sums(config)
+        if {"q", "k", "v", "slopes"} & set(self.wrt):
+            self._main(kernel, config)
+        if "q" in self.wrt:
+            self._finish_queries(config)
+        if "bias" in self.wrt:
+            self.family = "sm80"
+            self._bias()
+        if "sinks" in self.wrt:
+            self._rows_of("sinks")
+        if "slopes" in self.wrt:
+            self._rows_of("slopes", key_tiles)
+        return Recipe(tuple(self.launches), tuple(self.workspace), self.workspace_bytes)
+
+    def _row_stats(self, main: Any) -> None:
+        config = _config(self.family, "row_stats", self.cc, self.sizes)
+        names = (*_LENGTHS, "out", "lse", "dout", "dlse", "delta")
+        record = self._record(names, splits=main.geometry.block_q)
+        rows = self.sizes.batch * self.sizes.heads_q * sm90_backward.padded_rows(self.sizes)
+        self._add(config, rows // sm90_backward.ROW_UNIT, record)
+
+    def _clear_sums(self, main: Any) -> None:
+        config = _config(self.family, "clear_sums", self.cc, self.sizes)
+        rows = self.sizes.batch * self.sizes.heads_q * sm90_backward.padded_rows(self.sizes)
+        record = self._record(_LENGTHS, splits=main.geometry.head_dim)
+        self._add(config, rows // sm90_backward.ROW_BLOCK, record)
+
+    def _main(self, kernel: str, config: Any) -> None:
+        order = sm90_backward.IN_TURN if self.sizes.deterministic else sm90_backward.IN_ANY_ORDER
+        for number, owners in enumerate(self._owners() or [[]]):
+            record = self._record((*_SCORES, "dout", *owners), owner=owners[0] if owners else None)
+            owned = _own(record)
+            queries = order if "q" in self.wrt and number == 0 else sm90_backward.NOT_WANTED
+            extras = sm90_backward.Extras.of(config, self.sizes, self.layouts, record, owned, number, queries)
+            grid = config.geometry.blocks(kernel, self.sizes, owned)
+            self._add(config, grid, record, {"dk", "dv"}.difference(owners), extras)
+
+    def _finish_queries(self, main: Any) -> None:
+        config = _config(self.family, "finish_queries", self.cc, self.sizes)
+        record = self._record((*_LENGTHS, "dq"), owner="dq", splits=main.geometry.head_dim)
+        blocks = ceil(self.sizes.seqlen_q, sm90_backward.ROW_BLOCK)
+        self._add(config, _own(record) * self.sizes.heads_q * blocks, record)
 
 
 def _config(family: str, kernel: str, cc: int, sizes: Sizes) -> Any:

@@ -59,8 +59,8 @@ class Geometry(NamedTuple):
 
     def wrappers(self, dtype: str) -> str:
         """The kernel's two products."""
-        return wrapper("wgmma_scores", dtype, self.block_kv, a_in_registers=False) + wrapper(
-            "wgmma_output", dtype, self.head_dim_v, a_in_registers=True
+        return wrapper("wgmma_scores", dtype, self.block_kv) + wrapper(
+            "wgmma_output", dtype, self.head_dim_v, a_in_registers=True, b_by_rows=True
         )
 
     def shared_bytes(self, kernel: str, score_bytes: int) -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,7 @@ class Extras:
     heads: int
     head_bytes: float  # keys and values for one query head
     natural: bool  # scores are kept in natural units
+    resident: ClassVar[bool] = True  # blocks stay: a launch has no more than multiprocessors
 
     @classmethod
     def of(cls, config: Config, sizes: Sizes, layouts: Mapping[str, Layout], record: np.ndarray) -> Extras:
@@ -107,11 +108,11 @@ class Copy(NamedTuple):
         return math.prod(self.layout.shape[:-1]) * self.row * self.layout.dtype.itemsize
 
 
-def copies(problem: Any) -> dict[str, Copy]:
+def copies(problem: Any, *, backward: bool = False) -> dict[str, Copy]:
     """The operands that the kernel cannot read in place, and how they are copied: with rows padded to whole units.
 
-    They are q, k and v of 16 bits that TMA does not take, and a mask or bias whose columns cannot be read in pairs,
-    or whose dtype is neither that of q nor float32.
+    They are q, k and v of 16 bits that TMA does not take, and in the forward a mask or bias whose columns cannot be
+    read in pairs, or whose dtype is neither that of q nor float32.
     """
     p = problem
     wanted: dict[str, tuple[Any, int, np.dtype[Any]]] = {}
@@ -119,9 +120,9 @@ def copies(problem: Any) -> dict[str, Copy]:
         wanted |= {
             name: (getattr(p, name), ALIGNMENT // p.dtype.itemsize, p.dtype) for name in ("q", "k", "v")
         }
-    if p.mask is not None and not _one_column(p.mask):
+    if not backward and p.mask is not None and not _one_column(p.mask):
         wanted["mask"] = (p.mask, 2, p.mask.dtype)
-    if p.bias is not None and not _one_column(p.bias):
+    if not backward and p.bias is not None and not _one_column(p.bias):
         single = np.dtype(np.float32)
         wanted["bias"] = (p.bias, 2, p.bias.dtype if p.bias.dtype in (p.dtype, single) else single)
     return {
@@ -131,11 +132,20 @@ def copies(problem: Any) -> dict[str, Copy]:
     }
 
 
-def readable(problem: Any) -> dict[str, Any]:
-    """The copies, by name."""
+def copy_of_dout(dout: Any) -> dict[str, Copy]:
+    """The same for an output's cotangent, by name; none where TMA takes it."""
+    multiple = ALIGNMENT // dout.dtype.itemsize
+    return {} if _whole(dout, multiple) else {"dout": _copy(dout, multiple, dout.dtype)}
+
+
+def readable(problem: Any, dout: Any = None) -> dict[str, Any]:
+    """The copies, by name; with dout those of a backward."""
+    wanted = copies(problem, backward=dout is not None)
+    if dout is not None:
+        wanted |= copy_of_dout(dout)
     made = {}
-    for name, ((shape, _, dtype), row) in copies(problem).items():
-        x = getattr(problem, name)
+    for name, ((shape, _, dtype), row) in wanted.items():
+        x = dout if name == "dout" else getattr(problem, name)
         made[name] = array_module(x).empty((*shape[:-1], row), dtype)[..., : shape[-1]]
         made[name][...] = x
     return made

@@ -40,18 +40,28 @@ struct Visibility {
     return {clip(col - offset - right, q_length), clip(last - offset + left + 1, q_length)};
   }
 
+  // Rows that see every key of [col, col_stop).
+  CF_DEVICE Interval rows_of_all(i32 col, i32 col_stop) const {
+    if (col_stop > kv_length) return {0, 0};
+    return {clip(col_stop - 1 - offset - right, q_length), clip(col - offset + left + 1, q_length)};
+  }
+
   static CF_DEVICE i32 clip(i64 x, i32 length) { return i32(clamp(x, i64(0), i64(length))); }
 };
 
 // Lengths and offsets may come from the device, unchecked: they are clamped here.
+CF_DEVICE i32 q_length_of(const Params& p, const Item& item) {
+  return Visibility::clip(integer_at(p.call.q_length, p.call.q_length_value, p.q_length, item, 0), p.seqlen_q);
+}
+CF_DEVICE i32 kv_length_of(const Params& p, const Item& item) {
+  return Visibility::clip(integer_at(p.call.kv_length, p.call.kv_length_value, p.kv_length, item, 0), p.seqlen_k);
+}
+CF_DEVICE i64 offset_of(const Params& p, const Item& item, i32 q_length, i32 kv_length) {
+  if (p.bottom_right) return i64(kv_length) - q_length;
+  return clamp(integer_at(p.call.query_offset, p.call.query_offset_value, p.query_offset, item, 0), -kUnbounded, kUnbounded);
+}
+
 CF_DEVICE Visibility visibility_of(const Params& p, const Item& item) {
-  const Call& c = p.call;
-  Visibility v;
-  v.q_length = Visibility::clip(integer_at(c.q_length, c.q_length_value, p.q_length, item, 0), p.seqlen_q);
-  v.kv_length = Visibility::clip(integer_at(c.kv_length, c.kv_length_value, p.kv_length, item, 0), p.seqlen_k);
-  const i64 given = integer_at(c.query_offset, c.query_offset_value, p.query_offset, item, 0);
-  v.offset = p.bottom_right ? i64(v.kv_length) - v.q_length : clamp(given, -kUnbounded, kUnbounded);
-  v.left = c.left;
-  v.right = c.right;
-  return v;
+  const i32 q_length = q_length_of(p, item), kv_length = kv_length_of(p, item);
+  return {q_length, kv_length, offset_of(p, item, q_length, kv_length), p.call.left, p.call.right};
 }

@@ -14,6 +14,8 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 // Number of this warpgroup in its block. The shuffle makes it uniform for the compiler: what is computed from it may
 // live in uniform registers (16 fewer moves a key tile, H200).
 CF_DEVICE i32 warpgroup_index() { return __shfl_sync(0xffffffffu, i32(threadIdx.x / 128), 0); }
+// x, which is the same in all lanes of the warp: the shuffle tells the compiler so.
+CF_DEVICE i32 uniform(i32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 CF_DEVICE u32 grid_size() { return gridDim.x; }
 
 // The block's static shared memory, seen as one T: for what is not addressed by descriptors.
@@ -30,15 +32,6 @@ CF_DEVICE u32 shared_tiles() {
 
 // What lies in memory is read again after this: the compiler keeps nothing of it in registers.
 CF_DEVICE void forget() { asm volatile("" ::: "memory"); }
-
-// x, the same in all lanes of the warp, known to be so.
-CF_DEVICE i32 uniform(i32 x) { return __shfl_sync(0xffffffffu, x, 0); }
-
-// x, of which the optimiser knows nothing (block.cuh).
-CF_DEVICE u32 opaque(u32 x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
 
 // --- mbarriers: a phase ends when `count` threads have arrived and all expected bytes have landed
 CF_DEVICE void mbarrier_init(u64& bar, u32 count) {
@@ -68,12 +61,28 @@ CF_DEVICE void cp_async_bulk_tensor_5d_store(const TensorMap& map, u32 from, i32
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
                "r"(from), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4) : "memory");
 }
+// Consecutive bytes, a multiple of 16 at an address that is one.
+CF_DEVICE void cp_async_bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
+}
+// Floats of shared memory take the place of consecutive ones in global memory, or are added to them.
+CF_DEVICE void cp_async_bulk_store(void* to, u32 from, u32 bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+CF_DEVICE void cp_reduce_async_bulk_add_f32(float* to, u32 from, u32 bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+               ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
 CF_DEVICE void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // All stores of this thread have read shared memory / are done.
 CF_DEVICE void cp_async_bulk_wait_group_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 CF_DEVICE void cp_async_bulk_wait_group() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Ordinary accesses of this thread to shared memory before it come before TMA's and wgmma's after it.
 CF_DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Those of this thread to global memory, of either kind, in the order of the program.
+CF_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // --- named barriers 1 to 15 of `threads` threads, whole warps: `bar_arrive` does not wait
 CF_DEVICE void bar_sync(i32 id, i32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
@@ -98,6 +107,22 @@ CF_DEVICE void stmatrix_x4(u32 to, u32 a, u32 b, u32 c, u32 d) {
 // The old value of a counter in global memory, which grows by one.
 CF_DEVICE u32 atom_inc(u32* counter) { return atomicAdd(counter, 1u); }
 
+// Adds four floats at a multiple of 16 bytes, in no order with other additions.
+CF_DEVICE void red_add_f32x4(float* to, float a, float b, float c, float d) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+}
+// A number through which blocks speak: what its writer (and all who met the writer at barriers) did before the release
+// is seen by those who acquire it.
+CF_DEVICE u32 ld_acquire_gpu(const u32* from) {
+  u32 r;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(from) : "memory");
+  return r;
+}
+CF_DEVICE void st_release_gpu(u32* to, u32 x) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
+}
+
 // 1 / x within 1 unit in the last place.
 CF_DEVICE float rcp_approx_ftz(float x) {
   float r;
@@ -105,4 +130,11 @@ CF_DEVICE float rcp_approx_ftz(float x) {
   return r;
 }
 
+CF_DEVICE void st_shared_f32x4(u32 to, float a, float b, float c, float d) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
+}
+CF_DEVICE void ld_shared_f32x4(float (&x)[4], u32 from) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
+               : "r"(from) : "memory");
+}
 #endif

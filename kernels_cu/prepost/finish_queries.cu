@@ -18,9 +18,10 @@ CF_DEVICE bool any_key_is_seen(const Params& p, const Item& item, i32 row) {
 CF_DEVICE void store_eight(const Params& p, i64 index, i32 count, bool packed, const float* from) {
   const float scale = float(p.call.scale);
   if (packed && count >= 8) {
+    const auto *low = reinterpret_cast<const Packed<float, 4>*>(from), *high = low + 1;
     Packed<Element, 8> rounded;
     CF_UNROLL
-    for (int n = 0; n < 8; ++n) rounded.value[n] = convert<Element>(times(from[n], scale));
+    for (int n = 0; n < 8; ++n) rounded.value[n] = convert<Element>(times((n < 4 ? *low : *high).value[n % 4], scale));
     *reinterpret_cast<Packed<Element, 8>*>(static_cast<Element*>(p.call.dq) + index) = rounded;
     return;
   }

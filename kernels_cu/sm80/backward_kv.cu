@@ -81,7 +81,7 @@ struct Backward {
     const Interval rows = sight.rows_of_some(block_col, block_col + kBlockKV);
     const bool any = rows.start < rows.stop;
     const i32 first_row = rows.start / kBlockQ * kBlockQ, last_row = any ? rows.stop : first_row;
-    return {item, sight, first_row, last_row, rows_of_all(sight, col, col + kPairRows)};
+    return {item, sight, first_row, last_row, sight.rows_of_all(col, col + kPairRows)};
   }
 
   CF_DEVICE void load_keys(const Pass& pass) const {

@@ -61,7 +61,7 @@ struct Pass {
     CF_UNROLL_1
     for (i32 n = 0; n < kPairs; ++n) {
       const i32 first_key = col() + n * kPairRows;
-      whole[n] = rows_of_all(seen, first_key, first_key + kPairRows);
+      whole[n] = seen.rows_of_all(first_key, first_key + kPairRows);
     }
     cursors[0] = {work.head * group, last_row};
     begin_head(p, cursors[0].head);

@@ -39,13 +39,6 @@ struct RowBounds {
   }
 };
 
-// Queries that see every key of [col, col_stop).
-CF_DEVICE Interval rows_of_all(const Visibility& sight, i32 col, i32 col_stop) {
-  if (col_stop > sight.kv_length) return {0, 0};
-  return {Visibility::clip(col_stop - 1 - sight.offset - sight.right, sight.q_length),
-          Visibility::clip(col - sight.offset + sight.left + 1, sight.q_length)};
-}
-
 // All that scores depend on besides the products. Rows of a tile are queries, or keys if kTurned.
 template <bool kTurned> struct ScoreRules {
   ScoreTerms<float> terms;

@@ -1,0 +1,225 @@
+"""The Hopper backward: geometry of its tiles, the rules its kernels rely on, the rows, what a launch takes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import struct
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+
+from .params import ADDRESSES, NUMBERS, Layout
+from .sm90 import ALIGNMENT_BYTES, ceil
+from .tensormap import ALIGNMENT, MAP_BYTES, Form, takes
+from .wgmma import wrapper
+
+if TYPE_CHECKING:
+    from .configs import Config
+    from .recipe import Sizes
+
+ROW_UNIT, ROW_BLOCK, TICKETS = 128, 64, 4  # kernels_cu/attn/backward_rows.cuh
+# kernels_cu/sm90/backward_work.cuh: scale, unit, tiles, key_tiles, heads, side_by_side, group,
+# ticket, queries.
+_LAUNCH = struct.Struct("=2f7i")
+LAUNCH_BYTES = _LAUNCH.size
+NOT_WANTED, IN_TURN, IN_ANY_ORDER = range(3)  # what a launch does about gradients of queries
+_SCALE = NUMBERS.index("scale")
+_LOG2E = np.float32(1.4426950408889634)
+_HALF_OF_L2 = 32e6  # bytes: queries, their cotangents and sums of the heads that are walked side by side
+
+
+class Geometry(NamedTuple):
+    """A block's tile and pipeline."""
+
+    head_dim: int  # of queries, keys and values
+    block_q: int
+    block_kv: int
+    stages: int  # of the pipelines of queries and of their cotangents
+    rounded_weights: bool  # gradients of scores from weights that are rounded already: fewer registers
+    ping_pong: bool = False  # consumers start products in turns
+    producer_registers: int = 24
+    consumer_registers: int = 240
+
+    def __str__(self) -> str:
+        words = [f"d{self.head_dim}", f"q{self.block_q}", f"kv{self.block_kv}", f"s{self.stages}"]
+        return " ".join(words + ["rw"] * self.rounded_weights + ["pp"] * self.ping_pong)
+
+    @property
+    def head_dim_v(self) -> int:
+        """The same as head_dim."""
+        return self.head_dim
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a producer and two consumers."""
+        return 384
+
+    def constants(self) -> dict[str, int | bool]:
+        """The constants of the kernel's source."""
+        return {
+            "kThreads": self.threads,
+            "kBlockQ": self.block_q,
+            "kBlockKV": self.block_kv,
+            "kStages": self.stages,
+            "kHeadDim": self.head_dim,
+            "kRoundedWeights": self.rounded_weights,
+            "kPingPong": self.ping_pong,
+            "kProducerRegisters": self.producer_registers,
+            "kConsumerRegisters": self.consumer_registers,
+        }
+
+    def wrappers(self, dtype: str) -> str:
+        """The kernel's products."""
+        queries = {"a_by_rows": True, "b_by_rows": True}
+        columns = self.head_dim if self.block_q == 128 else self.head_dim // 2
+        return "".join(
+            (
+                wrapper("wgmma_scores", dtype, self.block_q),
+                wrapper("wgmma_scores_first", dtype, self.block_q, first=True),
+                wrapper("wgmma_gradient", dtype, self.head_dim, a_in_registers=True, b_by_rows=True),
+                wrapper("wgmma_queries", dtype, columns, **queries),
+                wrapper("wgmma_queries_first", dtype, columns, first=True, **queries),
+            )
+        )
+
+    def shared_bytes(self, kernel: str, score_bytes: int) -> int:
+        """Dynamic shared memory of a block; the kernel asserts that it uses as much."""
+        row = 128 * ceil(self.head_dim, 64)
+        tiles = 2 * self.block_kv * row + 2 * self.stages * self.block_q * row
+        gradients = self.block_kv * self.block_q * 2
+        if self.head_dim <= 128:
+            return ALIGNMENT_BYTES + tiles + 2 * gradients
+        return ALIGNMENT_BYTES + tiles + 4 * gradients + self.block_q * self.head_dim * 4
+
+    def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
+        """The row as it runs these head dims: TMA fills up with zeros."""
+        return self
+
+    def blocks(self, kernel: str, sizes: Sizes, owners: int) -> int:
+        """Key tiles of a launch."""
+        return owners * sizes.heads_kv * ceil(sizes.seqlen_k, self.block_kv)
+
+    def broken_rules(self, kernel: str, score_bytes: int) -> list[str]:
+        """What of the kernels' assumptions does not hold."""
+        wide = self.head_dim > 128
+        rules = {
+            f"head_dim = {self.head_dim} must be 64, 128 or 256": self.head_dim in (64, 128, 256),
+            f"block_q = {self.block_q} must be 64, or 128 at head dim 64": self.block_q == 64
+            or (self.block_q, self.head_dim) == (128, 64),
+            f"block_kv = {self.block_kv} must be {64 if wide else 128}": self.block_kv
+            == (64 if wide else 128),
+        }
+        return [rule for rule, holds in rules.items() if not holds]
+
+
+# By kernel and options that a row is for: none, dropout alone, or any that shapes scores.
+PLAIN = {
+    "backward": (Geometry(64, 128, 128, 2, False), Geometry(128, 64, 128, 2, False)),
+    "backward_wide": (Geometry(256, 64, 64, 1, True),),
+}
+DROPOUT = {
+    "backward": (Geometry(64, 128, 128, 2, True), Geometry(128, 64, 128, 2, False)),
+    "backward_wide": PLAIN["backward_wide"],
+}
+SHAPED = {
+    "backward": (Geometry(64, 64, 128, 2, True), Geometry(128, 64, 128, 2, True)),
+    "backward_wide": PLAIN["backward_wide"],
+}
+# (kernel, bytes of the score type, options) -> geometries.
+TABLE = {
+    (kernel, 4, options): (SHAPED if any(options[:2]) else DROPOUT if options[2] else PLAIN)[kernel]
+    for kernel in PLAIN
+    for options in itertools.product((False, True), repeat=3)
+}
+
+
+def kernel_for(sizes: Sizes) -> str:
+    """The kernel that takes these head dims."""
+    return "backward" if max(sizes.head_dim, sizes.head_dim_v) <= 128 else "backward_wide"
+
+
+def padded_rows(sizes: Sizes) -> int:
+    """Rows of a head in the workspace."""
+    return ceil(sizes.seqlen_q, ROW_UNIT) * ROW_UNIT
+
+
+def workspace(sizes: Sizes, cols: int) -> dict[str, int]:
+    """Arrays of the workspace and their lengths in words of four bytes; sums have so many columns."""
+    rows = sizes.batch * sizes.heads_q * padded_rows(sizes)
+    return {"row_stats": 2 * rows, "dq_sums": rows * cols, "turns": TICKETS + rows // ROW_BLOCK}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Extras:
+    """The second and third argument of a launch, but for what each call brings."""
+
+    forms: tuple[Form | None, ...]  # of q, k, v and dout; None where there are none
+    key_tiles: int
+    heads: int
+    side_by_side: int
+    group: int
+    ticket: int
+    queries: int
+    natural: bool  # scores are kept in natural units
+    resident: ClassVar[bool] = True  # blocks stay: a launch has no more than multiprocessors
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        sizes: Sizes,
+        layouts: Mapping[str, Layout],
+        record: np.ndarray,
+        owners: int,
+        ticket: int,
+        queries: int,
+    ) -> Extras:
+        """For a launch with that record, which has at most two leading axes."""
+        g, s = config.geometry, sizes
+        assert g is not None
+        tensors = {
+            "q": (s.head_dim, s.seqlen_q, s.heads_q, g.block_q),
+            "k": (s.head_dim, s.seqlen_k, s.heads_kv, g.block_kv),
+            "v": (s.head_dim_v, s.seqlen_k, s.heads_kv, g.block_kv),
+            "dout": (s.head_dim_v, s.seqlen_q, s.heads_q, g.block_q),
+        }
+        outer = record["lead"][:-3:-1].tolist()
+        forms = []
+        for name, (cols, rows, heads, box) in tensors.items():
+            entry, dtype = record[name], layouts[name].dtype
+            lengths = [cols, rows, heads, *outer]
+            strides = [int(entry[field]) for field in ("col", "row", "head")] + entry["lead"][:-3:-1].tolist()
+            fine = 0 not in lengths and takes(lengths, strides, dtype.itemsize)
+            forms.append(Form(dtype.name, lengths, strides, (64, box)) if fine else None)
+        head_bytes = s.seqlen_q * g.head_dim * 8 * s.heads_q / s.heads_kv
+        heads = owners * s.heads_kv
+        side_by_side = max(1, min(heads, int(_HALF_OF_L2 / max(1.0, head_bytes))))
+        group = s.heads_q // s.heads_kv
+        key_tiles = ceil(s.seqlen_k, g.block_kv)
+        return cls(tuple(forms), key_tiles, heads, side_by_side, group, ticket, queries, any(s.options[:2]))
+
+    def arguments(
+        self, addresses: Sequence[int], numbers: Sequence[float], counter: int
+    ) -> tuple[np.void, np.void]:
+        """Both arguments, from the record's addresses and numbers."""
+        places = [addresses[ADDRESSES.index(name)] for name in ("q", "k", "v", "dout")]
+        maps = b"".join(
+            bytes(MAP_BYTES) if form is None or address % ALIGNMENT else form.map_of(address)
+            for form, address in zip(self.forms, places)
+        )
+        scale = np.float32(numbers[_SCALE])
+        unit = _LOG2E if self.natural else scale * _LOG2E
+        launch = _LAUNCH.pack(
+            scale,
+            unit,
+            self.key_tiles * self.heads,
+            self.key_tiles,
+            self.heads,
+            self.side_by_side,
+            self.group,
+            self.ticket,
+            self.queries,
+        )
+        return np.void(maps), np.void(launch)

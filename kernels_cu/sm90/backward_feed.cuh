@@ -1,0 +1,199 @@
+// The threads that serve the consumers, and the barriers through which they all speak.
+//
+// The scheduler prepares work, the producer loads tiles. The usher waits, a tile ahead, until the blocks before have added their shares
+// of the gradient of a query tile; the consumers add; the herald tells the next block.
+#pragma once
+#include "sm90/backward_work.cuh"
+
+constexpr i32 kPanels = ceil_div(kHeadDim, 64);
+constexpr u32 kKeyBytes = kBlockKV * 128 * kPanels, kQueryBytes = kBlockQ * 128 * kPanels;
+// Places in shared memory; what comes after them differs from kernel to kernel.
+constexpr u32 kKAt = 0, kVAt = kKAt + kKeyBytes, kQAt = kVAt + kKeyBytes, kOAt = kQAt + kStages * kQueryBytes;
+constexpr u32 kFedBytes = kOAt + kStages * kQueryBytes;
+
+// The block's turn to add its share of a query tile.
+struct Turn {
+  float* sums;           // null: there is no more
+  u32* counter;
+  u32 number;            // shares before; the first is stored, not added
+};
+
+// Ready barriers end a phase when what they are named after may be read, free barriers when all have read it.
+struct Control {
+  u64 work_wanted, work_ready[2], work_free[2], k_ready, v_ready, kv_free;
+  u64 q_ready[kStages], q_free[kStages], o_ready[kStages], o_free[kStages];
+  u64 ds_ready[2], ds_free[2];
+  u64 turn_ready[2], turn_taken[2], share_there[2];
+  alignas(16) float lse_log2[kStages][2 * kBlockQ];      // of a query tile; behind them delta - dlse
+  float zeros[kBlockQ];
+  float slope_parts[4 * kConsumers];     // of the warps
+  Ring<2> scheduled, produced, ushered, turns;             // work; here, because those who feed have few registers
+  Turn turn[2];
+  Work work[2];
+
+  CF_DEVICE u32 lse_of(u32 stage) const { return shared_address(lse_log2[stage]); }
+  CF_DEVICE u32 delta_of(u32 stage) const { return shared_address(lse_log2[stage] + kBlockQ); }
+};
+
+// Of a stage, or of any number of one.
+template <i32 kCount> CF_DEVICE u32 barrier(const u64 (&bars)[kCount], u32 number) {
+  return shared_address(bars) + 8 * (number % kCount);
+}
+
+// queries: whether the usher is there. givers: threads that arrive when a share is there.
+CF_DEVICE void initialise(Control& control, bool queries, i32 givers) {
+  mbarrier_init(control.work_wanted, 1);
+  mbarrier_init(control.k_ready, 1), mbarrier_init(control.v_ready, 1), mbarrier_init(control.kv_free, kConsumers);
+  for (i32 n = 0; n < 2; ++n) {
+    mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], kConsumers + 1 + queries);
+    mbarrier_init(control.ds_ready[n], 4 * kConsumers), mbarrier_init(control.ds_free[n], kConsumers);
+    mbarrier_init(control.turn_ready[n], 1), mbarrier_init(control.turn_taken[n], 1);
+    mbarrier_init(control.share_there[n], givers);
+  }
+  for (i32 n = 0; n < kStages; ++n) {
+    mbarrier_init(control.q_ready[n], 1), mbarrier_init(control.q_free[n], kConsumers);
+    mbarrier_init(control.o_ready[n], 1), mbarrier_init(control.o_free[n], kConsumers);
+  }
+  control.scheduled.number = control.produced.number = control.ushered.number = control.turns.number = 0;
+  fence_mbarrier_init();
+}
+
+// ---- scheduler: one thread. The producer wants work when it has loaded the last tiles, not sooner: who has been given
+// work that it cannot begin yet would keep others waiting for their turns.
+
+CF_DEVICE void schedule(const Params& p, const Launch& launch, Control& control) {
+  Ring<2>& slot = control.scheduled;
+  control.work[1].closes = 1, control.work[1].before = 0, control.work[1].first = 0, control.work[1].last = -1;
+  while (true) {
+    Work &work = control.work[slot.stage()], &before = control.work[slot.stage() ^ 1];
+    mbarrier_try_wait_parity(shared_address(&control.work_wanted), slot.number % 2);
+    mbarrier_try_wait_parity(barrier(control.work_free, slot.stage()), slot.parity() ^ 1);
+    if (before.closes) {
+      own(work, p, launch, atom_inc(static_cast<u32*>(p.call.turns) + launch.ticket));
+    } else {
+      work.tile = before.tile, work.head_kv = before.head_kv, work.own = before.own, work.loop = before.loop + 1;
+    }
+    forget();
+    if (work.tile >= 0) prepare(work, before, p);
+    mbarrier_arrive(barrier(control.work_ready, slot.stage()));                // the others may read it
+    if (work.tile < 0) break;
+    slot.advance();
+  }
+}
+
+// ---- producer: one thread
+
+struct Producer {
+  const Params& p;
+  const TensorMaps& maps;
+  const Launch& launch;
+  Control& control;
+  Ring<kStages> ring;
+
+  CF_DEVICE const Work& work() const { return control.work[control.produced.stage()]; }
+
+  // kRows rows of one head, as soon as what is there may be overwritten; `bytes` more will follow.
+  template <i32 kRows>
+  CF_DEVICE void load(u32 to, const TensorMap& map, u32 free, u32 parity, u32 ready, i32 head, i32 row, u32 bytes = 0) const {
+    const i32 lead0 = work().lead(0), lead1 = work().lead(1);      // read before the wait: others wait for this thread
+    mbarrier_try_wait_parity(free, parity);
+    mbarrier_arrive_expect_tx(ready, kRows * 128 * kPanels + bytes);
+    CF_UNROLL
+    for (i32 n = 0; n < kPanels; ++n) {
+      cp_async_bulk_tensor_5d_load(to + n * kRows * 128, map, ready, 64 * n, row, head, lead0, lead1);
+    }
+  }
+  CF_DEVICE void load_keys(u32 to, const TensorMap& map, u64& ready) const {
+    load<kBlockKV>(to, map, shared_address(&control.kv_free), work().before % 2 ^ 1, shared_address(&ready), work().head_kv,
+                   work().tile * kBlockKV);
+  }
+  CF_DEVICE void load_q(i32 head, i32 tile) const {
+    const u32 ready = barrier(control.q_ready, ring.stage());
+    load<kBlockQ>(shared_tiles() + kQAt + ring.stage() * kQueryBytes, maps.q, barrier(control.q_free, ring.stage()),
+                  ring.parity() ^ 1, ready, head, tile * kBlockQ, kBlockQ * 8);
+    const float* stats = row_stats_of(p, work().item, head) + 2 * kBlockQ * tile;
+    cp_async_bulk_load(control.lse_of(ring.stage()), stats, kBlockQ * 8, ready);
+  }
+  CF_DEVICE void load_o(i32 head, i32 tile) const {
+    load<kBlockQ>(shared_tiles() + kOAt + ring.stage() * kQueryBytes, maps.dout, barrier(control.o_free, ring.stage()),
+                  ring.parity() ^ 1, barrier(control.o_ready, ring.stage()), head, tile * kBlockQ);
+  }
+
+  CF_DEVICE void load_tiles() {
+    if (!work().any()) return;
+    CF_UNROLL_1
+    for (i32 head = work().head_kv * launch.group; head < (work().head_kv + 1) * launch.group; ++head) {
+      CF_UNROLL_1
+      for (i32 tile = work().last; tile >= work().first; --tile) {
+        load_q(head, tile);
+        if (tile == work().last && head == work().head_kv * launch.group) {
+          load_keys(shared_tiles() + kKAt, maps.k, control.k_ready);
+          load_keys(shared_tiles() + kVAt, maps.v, control.v_ready);
+        }
+        load_o(head, tile);
+        ring.advance();
+      }
+    }
+  }
+
+  CF_DEVICE void produce() {
+    while (true) {
+      mbarrier_arrive(shared_address(&control.work_wanted));
+      mbarrier_try_wait_parity(barrier(control.work_ready, control.produced.stage()), control.produced.parity());
+      if (work().tile < 0) break;
+      load_tiles();
+      mbarrier_arrive(barrier(control.work_free, control.produced.stage()));
+      control.produced.advance();
+    }
+  }
+};
+
+// ---- usher: one thread
+
+CF_DEVICE void usher(const Params& p, const Launch& launch, Control& control) {
+  Ring<2> &slot = control.ushered, &ring = control.turns;
+  while (true) {
+    const Work& work = control.work[slot.stage()];
+    mbarrier_try_wait_parity(barrier(control.work_ready, slot.stage()), slot.parity());
+    if (work.tile < 0) break;
+    CF_UNROLL_1
+    for (i32 head = work.head_kv * launch.group; head < (work.head_kv + 1) * launch.group; ++head) {
+      CF_UNROLL_1
+      for (i32 tile = work.last; tile >= work.first; --tile) {
+        Turn& turn = control.turn[ring.stage()];
+        mbarrier_try_wait_parity(barrier(control.turn_taken, ring.stage()), ring.parity() ^ 1);
+        turn.sums = dq_sums_of(p, work.item, head, kHeadDim) + i64(tile) * kBlockQ * kHeadDim;
+        forget();                          // step by step: it has few registers
+        turn.counter = turns_of(p, work.item, head) + tile;
+        forget();
+        turn.number = 1;
+        if (launch.queries == kInTurn) {
+          turn.number = turn_of(work.sight, tile, work.tile);
+          while (ld_acquire_gpu(turn.counter) != turn.number) {}
+        }
+        mbarrier_arrive(barrier(control.turn_ready, ring.stage()));
+        ring.advance();
+      }
+    }
+    mbarrier_arrive(barrier(control.work_free, slot.stage()));
+    slot.advance();
+  }
+  mbarrier_try_wait_parity(barrier(control.turn_taken, ring.stage()), ring.parity() ^ 1);
+  control.turn[ring.stage()].sums = nullptr;
+  mbarrier_arrive(barrier(control.turn_ready, ring.stage()));
+}
+
+// ---- herald: one thread
+
+CF_DEVICE void herald(const Launch& launch, Control& control) {
+  Ring<2> ring;
+  while (true) {
+    mbarrier_try_wait_parity(barrier(control.turn_ready, ring.stage()), ring.parity());
+    const Turn turn = control.turn[ring.stage()];
+    if (turn.sums == nullptr) break;
+    mbarrier_try_wait_parity(barrier(control.share_there, ring.stage()), ring.parity());
+    mbarrier_arrive(barrier(control.turn_taken, ring.stage()));
+    if (launch.queries == kInTurn) st_release_gpu(turn.counter, turn.number + 1);
+    ring.advance();
+  }
+}

@@ -1,0 +1,231 @@
+// Scores, weights and their gradients for the tile that a warpgroup of the backward holds: keys by queries.
+//
+// Entry 4 j + 2 h + x of lane l in warp w is key 16 w + 8 h + l / 4, query 8 j + 2 (l % 4) + x. Turned like this, weights
+// and gradients leave the accumulators as operands of dv and dk; what belongs to a query varies along j and x.
+#pragma once
+#include "sm90/backward_feed.cuh"
+
+constexpr i32 kScores = kBlockQ / 2;                  // of a thread
+constexpr bool kPlainScores = !kMaskOrBias && !kSoftcapOrAlibi;
+constexpr float kLargestLse = 1048576.0f;             // 2^20: beyond it the rounding of lse might make weights overflow
+using Scores = float[kScores];
+using Operand = u32[kBlockQ / 4];                     // a tile rounded, as wgmma takes it from registers
+
+CF_DEVICE float first_of(u32 pair) { return convert<float>(Element{u16(pair)}); }
+CF_DEVICE float second_of(u32 pair) { return convert<float>(Element{u16(pair >> 16)}); }
+CF_DEVICE float entry_of(const Operand& a, int n) { return n % 2 == 0 ? first_of(a[n / 2]) : second_of(a[n / 2]); }
+
+// Row numbers of a thread's queries: `x` and `y` of the two queries of entries 4 j to 4 j + 3.
+struct RowNumbers {
+  float x[kBlockQ / 8], y[kBlockQ / 8];
+  CF_DEVICE void load(u32 from, int j, i32 thread) { ld_shared_f32x2(x[j], y[j], from + thread % 4 * 8 + j * 32); }
+  CF_DEVICE void load(u32 from, i32 thread) {
+    CF_UNROLL
+    for (int j = 0; j < kBlockQ / 8; ++j) load(from, j, thread);
+  }
+  CF_DEVICE float of(int n) const { return n % 2 == 0 ? x[n / 4] : y[n / 4]; }      // for entry n
+};
+constexpr bool kLoadEarly = kBlockQ == 64;            // row numbers, under the product that they wait for: registers allow it
+
+// The matrix of scores that a thread's entries belong to, and the place of its entry 0.
+struct Place {
+  const Params& p;
+  const Work& work;
+  i32 head, query, key;
+};
+
+// What positions and lengths forbid becomes -inf.
+CF_DEVICE void select(Scores& s, const Place& at) {
+  CF_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    const Interval rows = at.work.sight.rows_of_some(at.key + 8 * h, at.key + 8 * h + 1);
+    const i32 start = rows.start - at.query, stop = rows.stop - at.query;
+    CF_UNROLL
+    for (int n = 0; n < kScores / 2; ++n) {
+      const int j = n / 2, x = n % 2;
+      if (8 * j + x < start || 8 * j + x >= stop) s[4 * j + 2 * h + x] = -Limits<float>::infinity();
+    }
+  }
+}
+
+// |i + offset - j|
+CF_DEVICE float distance(float ahead, int n) { return absolute(ahead + float(n / 4 * 8 + n % 2 - n / 2 % 2 * 8)); }
+CF_DEVICE float ahead_of(const Place& at) { return float(at.query + at.work.sight.offset - at.key); }
+
+// use(n, element) for the entries of this thread inside the matrix, of an array of T with these strides.
+template <class T, class Use> CF_DEVICE void for_entries(const T* first, i64 row, i64 col, const Place& at, Use use) {
+  const i32 rows = at.p.seqlen_q - at.query, cols = at.p.seqlen_k - at.key;
+  const T* from = first + at.query * row + at.key * col;
+  CF_UNROLL
+  for (int n = 0; n < kScores; ++n) {
+    const int i = n / 4 * 8 + n % 2, j = n / 2 % 2 * 8;
+    if (i < rows && j < cols) use(n, from[i * row + j * col]);
+  }
+}
+
+template <class T> CF_DEVICE void add_bias_as(Scores& s, const Addends& a, const Place& at) {
+  for_entries(static_cast<const T*>(a.bias) + a.bias_first, a.bias_row, a.bias_col, at,
+              [&](int n, T bias) { s[n] = with_addend(s[n], convert<float>(bias)); });
+}
+
+CF_DEVICE void add_bias(Scores& s, const Addends& a, const Place& at) {
+  switch (a.bias_kind) {
+    case kFloat16: return add_bias_as<float16>(s, a, at);
+    case kBFloat16: return add_bias_as<bfloat16>(s, a, at);
+    case kFloat32: return add_bias_as<float>(s, a, at);
+    default: return add_bias_as<double>(s, a, at);
+  }
+}
+
+// scale, softcap, ALiBi, bias, mask, in this order; `derivative` (d(c) / d(a), rounded) is set where something caps.
+CF_DEVICE void shape(Scores& s, Operand& derivative, float scale, const Place& at) {
+  CF_UNROLL
+  for (int n = 0; n < kScores; ++n) s[n] = times(s[n], scale);
+  if constexpr (kSoftcapOrAlibi) {
+    const ScoreTerms<float> terms = score_terms_of<float>(at.p, at.work.item, at.head);
+    if (terms.softcap > 0.0f) {
+      CF_UNROLL
+      for (int n = 0; n < kScores; n += 2) {
+        float first, second;
+        s[n] = terms.capped(s[n], first);
+        s[n + 1] = terms.capped(s[n + 1], second);
+        derivative[n / 2] = cvt_rn_x2<Element>(first, second);
+      }
+    }
+    if (at.p.call.slopes != nullptr) {
+      const float ahead = ahead_of(at);
+      CF_UNROLL
+      for (int n = 0; n < kScores; ++n) s[n] = fused(-terms.slope, distance(ahead, n), s[n]);
+    }
+  }
+  if constexpr (kMaskOrBias) {
+    const Addends a = addends_of(at.p, at.work.item, at.head);
+    if (a.bias != nullptr) add_bias(s, a, at);
+    if (a.mask != nullptr) {
+      for_entries(a.mask, a.mask_row, a.mask_col, at,
+                  [&](int n, u8 allowed) { if (allowed == 0) s[n] = -Limits<float>::infinity(); });
+    }
+  }
+}
+
+// Powers of two that weights are, none above 0: only rows of huge or strange lse need this. Unseen keys stay unseen.
+CF_DEVICE void temper(Scores& s, u32 lse_log2, float unit, i32 thread) {
+  RowNumbers lse;
+  CF_UNROLL
+  for (int n = 0; n < kScores; ++n) {
+    if (n % 4 == 0) lse.load(lse_log2, n / 4, thread);
+    const float power = fused(s[n], unit, -lse.of(n));
+    if (s[n] != -Limits<float>::infinity()) s[n] = power > 0.0f ? 0.0f : power;
+  }
+}
+
+// What scores are turned into weights with: read while their product runs.
+struct Weighing {
+  u32 lse_log2;          // of the tile's queries, in shared memory; zeros where the scores are tempered first
+  float unit;
+  bool tempered;
+};
+
+CF_DEVICE Weighing weighing_of(u32 lse_log2, u32 zeros, float unit, i32 thread) {
+  bool ordinary = true;
+  CF_UNROLL
+  for (i32 row = 0; row < kBlockQ; row += 32) {
+    ordinary = ordinary && absolute(ld_shared_f32(lse_log2 + (row + thread % 32) * 4)) < kLargestLse;
+  }
+  const bool tempered = vote_any(!ordinary);
+  return {tempered ? zeros : lse_log2, tempered ? 1.0f : unit, tempered};
+}
+
+// Scores become weights. `lse` holds what `by` says, if it is loaded early.
+CF_DEVICE void weigh(Scores& s, const Weighing& by, RowNumbers& lse, u32 lse_log2, float unit, i32 thread) {
+  if (by.tempered) temper(s, lse_log2, unit, thread);
+  CF_UNROLL
+  for (int n = 0; n < kScores; ++n) {
+    if (!kLoadEarly && n % 4 == 0) lse.load(by.lse_log2, n / 4, thread);
+    s[n] = ex2_approx_ftz(fused(s[n], by.unit, -lse.of(n)));
+  }
+}
+
+// Words of the 16 x 16 group at the 16 queries from `query` and the warp's 16 keys: word 2 h + b is for keys + 8 h and
+// queries + 8 b, half x for query x. They are drawn with queries on rows and turned.
+CF_DEVICE Words words_of(const DropoutStream& stream, const Place& at, int group, i32 lane) {
+  const i32 i = at.query - lane % 4 * 2 + 16 * group + lane / 4, j = at.key - lane / 4 + lane % 4 * 2;
+  Words words;
+  if (stream.aligned()) {
+    words = stream.words_of(u32(i + stream.origin_i), u32(j + stream.origin_j));
+  } else {                                               // the elements lie in other groups of the whole matrix
+    words = Words{};
+    CF_UNROLL_1
+    for (i32 n = 0; n < 8; ++n) {
+      const u32 dropped = stream.kept(i + n / 4 * 8, j + n / 2 % 2 * 8 + n % 2) ? 0u : 0xffffu << (n % 2 * 16);
+      words.word[0] |= n / 2 == 0 ? dropped : 0u;
+      words.word[1] |= n / 2 == 1 ? dropped : 0u;
+      words.word[2] |= n / 2 == 2 ? dropped : 0u;
+      words.word[3] |= n / 2 == 3 ? dropped : 0u;
+    }
+  }
+  return {{movmatrix_trans(words.word[0]), movmatrix_trans(words.word[2]), movmatrix_trans(words.word[1]),
+           movmatrix_trans(words.word[3])}};
+}
+
+// Weights that dropout removes get a minus sign.
+CF_DEVICE void sign_dropped(Scores& s, const Place& at, i32 lane) {
+  const DropoutStream stream = dropout_of(at.p, at.work.item, at.head);
+  if (stream.threshold > 0xffffu) return;                // all are kept
+  const u32 limit = stream.threshold << 16;              // the upper half decides, whatever is below it
+  CF_UNROLL
+  for (int group = 0; group < kBlockQ / 16; ++group) {
+    const Words words = words_of(stream, at, group, lane);
+    CF_UNROLL
+    for (int n = 0; n < 4; ++n) {
+      const int entry = 8 * group + n % 2 * 4 + n / 2 * 2;
+      if (words.word[n] << 16 >= limit) s[entry] = -s[entry];
+      if (words.word[n] >= limit) s[entry + 1] = -s[entry + 1];
+    }
+  }
+}
+
+CF_DEVICE void round_to(Operand& to, const Scores& from) {
+  CF_UNROLL
+  for (int n = 0; n < kScores / 2; ++n) to[n] = cvt_rn_x2<Element>(from[2 * n], from[2 * n + 1]);
+}
+
+// Weights with a minus sign become 0.
+CF_DEVICE void remove_dropped(Operand& weights) {
+  CF_UNROLL
+  for (int n = 0; n < kScores / 2; ++n) {
+    const u32 sign = weights[n] & 0x80008000u;
+    weights[n] &= ~((sign >> 15) * 0xffffu);
+  }
+}
+
+// dA of a tile from its weights, dP in dp, and delta of its queries (at `from`, if not loaded early). `edge`: some key is not seen by some query.
+template <class Weight>
+CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, const Operand& derivative, const Place& at, bool edge,
+                            RowNumbers& delta, u32 from, float& slope_sum, i32 thread) {
+  if (kMaskOrBias || edge) {                             // what stands there, NaN too, is never seen
+    CF_UNROLL
+    for (int n = 0; n < kScores; ++n) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
+  }
+  const float kept = kDropout ? dropout_scale<float>(at.p) : 1.0f;
+  const bool slopes = kSoftcapOrAlibi && at.p.call.slope_rows != nullptr;
+  const bool capped = kSoftcapOrAlibi && at.p.call.softcap > 0.0;
+  const float ahead = kSoftcapOrAlibi ? ahead_of(at) : 0.0f;
+  CF_UNROLL
+  for (int j = 0; j < kScores / 4; ++j) {
+    if (!kLoadEarly) delta.load(from, j, thread);
+    CF_UNROLL
+    for (int n = 4 * j; n < 4 * j + 4; ++n) {
+      const float own_delta = delta.of(n);
+      float gain = dp[n] - own_delta;
+      if constexpr (kDropout) gain = weight(n) < 0.0f ? -own_delta : fused(dp[n], kept, -own_delta);
+      dp[n] = kDropout ? absolute(weight(n)) * gain : weight(n) * gain;
+      if constexpr (kSoftcapOrAlibi) {
+        if (slopes) slope_sum = fused(-distance(ahead, n), dp[n], slope_sum);
+        if (capped) dp[n] *= entry_of(derivative, n);
+      }
+    }
+    ds[2 * j] = cvt_rn_x2<Element>(dp[4 * j], dp[4 * j + 1]);
+    ds[2 * j + 1] = cvt_rn_x2<Element>(dp[4 * j + 2], dp[4 * j + 3]);
+  }
+}

@@ -1,0 +1,211 @@
+// Backward on Hopper's tensor cores, head dims up to 256: dk and dv of one tile of keys, and its share of dq.
+//
+// The mathematics of sm90/backward.cu; dk and dv of 64 keys fill the registers of a warpgroup each, so the gradients are
+// split and not the keys: the first consumer computes S^T and the weights and owns dv, the second dP^T and dA and owns dk.
+// Weights (and derivatives of a softcap) go from the first to the second through shared memory, rounded, dA goes to both;
+// each computes half of dq's columns. Shares of dq are 64 KB a tile at 64 keys, most of what the L2 cache can add, so they
+// leave through shared memory on their own, and the herald (sm90/backward_feed.cuh) hears of a share one tile later.
+//
+//   consumer A    S9 .weights.      dv9  dq9 | S8 .weights.      dv8  dq8 | ...
+//   consumer B    dP9          .dA. dk9  dq9 | dP8          .dA. dk8  dq8 | ...
+//   usher         turn of 9?           turn of 8?               herald: 9 is added, next block's turn
+//
+// Shared memory: K | V | Q | dO | dA x 2 | weights | derivatives | the share of dq; barriers and row numbers beside them.
+#include "sm90/backward_consumer.cuh"
+
+constexpr u32 kGradientBytes = kBlockKV * kBlockQ * 2, kShareBytes = kBlockQ * kHeadDim * 4;
+constexpr u32 kGradientAt = kFedBytes, kWeightsAt = kGradientAt + 2 * kGradientBytes;
+constexpr u32 kDerivativesAt = kWeightsAt + kGradientBytes, kShareAt = kDerivativesAt + kGradientBytes;
+static_assert(1024 + kShareAt + kShareBytes == kSharedBytes, "the launch gives what the kernel uses");
+static_assert(kBlockQ == 64 && kBlockKV == 64 && kStages == 1 && kThreads == 384, "one tile of each at a time");
+static_assert(kHeadDim % 128 == 0, "half of the columns are whole panels");
+
+enum : i32 { kWeightsThere = 2, kGradientsThere = 3 };      // named barriers
+using Output = float[kHeadDim / 2];
+using Queries = float[kHeadDim / 4];
+
+template <bool kOwnsValues> struct Consumer : ConsumerBase {
+  u64 rows, columns, columns_by_rows, gradients, keys_by_rows;      // descriptors; columns: of the queries or of dO
+  u32 own_words, gradient_row;             // where the thread stores weights, and its rows of dA
+  Output sum;                              // dv or dk
+
+  CF_DEVICE void start_scores(Scores& s) const {
+    wgmma_fence();
+    CF_UNROLL
+    for (int k = 0; k < kHeadDim / 16; ++k) {
+      const u32 at = (k / 4 * 64 * 128 + k % 4 * 32) >> 4;
+      if (k == 0) wgmma_scores_first(s, rows, columns); else wgmma_scores(s, rows + at, columns + at, 1);
+    }
+    wgmma_commit_group();
+  }
+  CF_DEVICE void start_gradient(const Operand& a, u64 b) {
+    wgmma_fence();
+    CF_UNROLL
+    for (int k = 0; k < kBlockQ / 16; ++k) wgmma_gradient(sum, a + 4 * k, b + u64(k * 2048 >> 4), 1);
+    wgmma_commit_group();
+  }
+  CF_DEVICE void start_queries(Queries& dq) const {
+    wgmma_fence();
+    CF_UNROLL
+    for (int k = 0; k < kBlockKV / 16; ++k) {
+      const u64 a = gradients + u64((ring.number % 2 * kGradientBytes + k * 2048) >> 4), b = keys_by_rows + u64(k * 2048 >> 4);
+      if (k == 0) wgmma_queries_first(dq, a, b); else wgmma_queries(dq, a, b, 1);
+    }
+    wgmma_commit_group();
+  }
+
+  CF_DEVICE void give_words(u32 to, const Operand& words) const {
+    CF_UNROLL
+    for (int n = 0; n < kScores / 8; ++n) {
+      st_shared_128(to + own_words + n * 2048, {words[4 * n], words[4 * n + 1], words[4 * n + 2], words[4 * n + 3]});
+    }
+  }
+  CF_DEVICE void take_words(Operand& words, u32 from) const {
+    CF_UNROLL
+    for (int n = 0; n < kScores / 8; ++n) {
+      u32 found[4];
+      ld_shared_128(found, from + own_words + n * 2048);
+      CF_UNROLL
+      for (int x = 0; x < 4; ++x) words[4 * n + x] = found[x];
+    }
+  }
+
+  // The first consumer's part: weights from scores.
+  CF_DEVICE void weights_of(Operand& weights, Scores& s, const Place& at, bool edge) {
+    Operand derivative;
+    const Weighing weighing = weighing_of(control.lse_of(0), shared_address(control.zeros), launch.unit, thread);
+    RowNumbers lse;
+    lse.load(weighing.lse_log2, thread);
+    wgmma_wait_group<0>();                 // S is there
+    if constexpr (!kPlainScores) shape(s, derivative, launch.scale, at);
+    if (edge) select(s, at);
+    weigh(s, weighing, lse, control.lse_of(0), launch.unit, thread);
+    if constexpr (kDropout) sign_dropped(s, at, thread % 32);
+    round_to(weights, s);
+    give_words(tiles + kWeightsAt, weights);
+    if (kSoftcapOrAlibi && p.call.softcap > 0.0) give_words(tiles + kDerivativesAt, derivative);
+    bar_arrive(kWeightsThere, 256);
+    if constexpr (kDropout) remove_dropped(weights);
+  }
+
+  // The second one's: dA from them and dP, for itself and for both.
+  CF_DEVICE void take_weights(Operand& ds, Scores& dp, const Place& at, bool edge) {
+    Operand weights, derivative;
+    wgmma_wait_group<0>();                 // dP is there
+    bar_sync(kWeightsThere, 256);
+    RowNumbers delta;
+    delta.load(control.delta_of(0), thread);
+    take_words(weights, tiles + kWeightsAt);
+    if (kSoftcapOrAlibi && p.call.softcap > 0.0) take_words(derivative, tiles + kDerivativesAt);
+    const auto weight = [&](int n) { return entry_of(weights, n); };
+    gradients_of(ds, dp, weight, derivative, at, edge, delta, control.delta_of(0), slope_sum, thread);
+    CF_UNROLL
+    for (int n = 0; n < kBlockQ / 16; ++n) {
+      stmatrix_x4((gradient_row ^ (n * 32)) + ring.number % 2 * kGradientBytes, ds[4 * n], ds[4 * n + 1], ds[4 * n + 2], ds[4 * n + 3]);
+    }
+    fence_proxy_async();
+  }
+
+  // One thread: the share of the tile before is there, and the herald may say so.
+  CF_DEVICE void finish_share() const {
+    cp_async_bulk_wait_group();
+    fence_proxy_async_global();
+    mbarrier_arrive(barrier(control.share_there, ring.number - 1));
+  }
+  CF_DEVICE void give_share(const Queries& dq, bool first) const {
+    const u32 staging = tiles + kShareAt + number * (kShareBytes / 2);
+    if (leader()) cp_async_bulk_wait_group_read();
+    barrier_of_warpgroup();                // the staging is free
+    CF_UNROLL
+    for (int j = 0; j < kHeadDim / 16; ++j) {
+      st_shared_f32x4(staging + j * 2048 + thread * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
+    }
+    fence_proxy_async();
+    barrier_of_warpgroup();                // the half share is staged
+    if (!leader()) return;
+    if (!first) finish_share();
+    const volatile Turn& turn = control.turn[ring.number % 2];
+    mbarrier_try_wait_parity(barrier(control.turn_ready, ring.number), ring.number / 2 % 2);
+    float* sums = turn.sums + number * (kShareBytes / 8);
+    if (turn.number == 0) cp_async_bulk_store(sums, staging, kShareBytes / 2);
+    else cp_reduce_async_bulk_add_f32(sums, staging, kShareBytes / 2);
+    cp_async_bulk_commit_group();
+  }
+
+  CF_DEVICE void query_tile(i32 head, i32 tile, bool first) {
+    Scores s;
+    Operand operand;                       // weights, or dA
+    Queries dq;
+    const i32 row = tile * kBlockQ, key = work().tile * kBlockKV + thread / 32 * 16 + thread % 32 / 4;
+    const Place at{p, work(), head, row + thread % 4 * 2, key};
+    const u32 q_ready = barrier(control.q_ready, 0), o_ready = barrier(control.o_ready, 0);
+    clear_queries(row, q_ready, o_ready);
+    mbarrier_try_wait_parity(kOwnsValues ? q_ready : o_ready, ring.parity());
+    start_scores(s);
+    const bool edge = !work().whole[0].covers(row, smaller(row + kBlockQ, work().sight.q_length));
+    if constexpr (kOwnsValues) weights_of(operand, s, at, edge); else take_weights(operand, s, at, edge);
+    mbarrier_try_wait_parity(kOwnsValues ? o_ready : q_ready, ring.parity());
+    start_gradient(operand, columns_by_rows);
+    bar_sync(kGradientsThere, 256);        // dA is there; weights, lse and delta have been read
+    start_queries(dq);
+    if (leader()) mbarrier_arrive(kOwnsValues ? barrier(control.q_free, 0) : barrier(control.o_free, 0));
+    wgmma_wait_group<1>();                 // dv or dk is there
+    if (leader()) mbarrier_arrive(kOwnsValues ? barrier(control.o_free, 0) : barrier(control.q_free, 0));
+    wgmma_wait_group<0>();
+    if (launch.queries != kNotWanted) give_share(dq, first);
+    ring.advance();
+  }
+
+  CF_DEVICE void clear() {
+    CF_UNROLL
+    for (int n = 0; n < kHeadDim / 2; ++n) sum[n] = 0.0f;
+  }
+  CF_DEVICE void begin() {}
+  CF_DEVICE void end() const {
+    if (launch.queries != kNotWanted && leader()) finish_share();
+  }
+  CF_DEVICE void store() {
+    const i32 own = i32(opaque(thread)), warp_row = own / 32 * 16, lane = own % 32;
+    const u32 staging = tiles + kGradientAt + (kOwnsValues ? 0 : kGradientBytes) + warp_row * 128;      // over dA
+    const float dv_scale = kDropout ? dropout_scale<float>(p) : 1.0f;
+    const Target to_v{p.call.dv, &p.dv, p.dv_kind, p.head_dim_v}, to_k{p.call.dk, &p.dk, p.dk_kind, p.head_dim};
+    meet();                                // both consumers have read dA
+    store_rows(sum, kOwnsValues ? dv_scale : launch.scale, kOwnsValues ? to_v : to_k, p, work(), warp_row, staging, lane);
+    meet();                                // the staging may become dA again
+  }
+};
+
+template <bool kOwnsValues>
+CF_DEVICE void consume(const Params& p, const Launch& launch, Control& control, u32 tiles) {
+  const i32 number = kOwnsValues ? 0 : 1, thread = thread_index() % 128, lane = thread % 32;
+  Consumer<kOwnsValues> c{{p, launch, control, number, thread, tiles}};
+  c.rows = descriptor(tiles + (kOwnsValues ? kKAt : kVAt), 16);
+  c.columns = descriptor(tiles + (kOwnsValues ? kQAt : kOAt), 16);
+  c.columns_by_rows = descriptor(tiles + (kOwnsValues ? kOAt : kQAt), kBlockQ * 128);
+  c.gradients = descriptor(tiles + kGradientAt, kBlockKV * 128);
+  c.keys_by_rows = descriptor(tiles + kKAt + number * (kPanels / 2) * kBlockKV * 128, kBlockKV * 128);
+  c.own_words = thread * 16;
+  c.gradient_row = tiles + kGradientAt + (thread / 32 * 16 + lane % 16) * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+  c.walk(c);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    cupyflash_backward_wide(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps,
+                            const __grid_constant__ Launch launch) {
+  Control& control = static_shared_storage<Control>();
+  const u32 tiles = shared_tiles();
+  if (thread_index() == 0) initialise(control, launch.queries != kNotWanted, kConsumers);
+  if (thread_index() < kBlockQ) control.zeros[thread_index()] = 0.0f;
+  block_barrier();                         // the barriers are there
+  if (warpgroup_index() == 0) {
+    setmaxnreg_dec<kProducerRegisters>();
+    if (thread_index() == 0) Producer{p, maps, launch, control}.produce();
+    if (thread_index() == 32) schedule(p, launch, control);
+    if (thread_index() == 64 && launch.queries != kNotWanted) usher(p, launch, control);
+    if (thread_index() == 96 && launch.queries != kNotWanted) herald(launch, control);
+  } else {
+    setmaxnreg_inc<kConsumerRegisters>();
+    if (warpgroup_index() == 1) consume<true>(p, launch, control, tiles);
+    else consume<false>(p, launch, control, tiles);
+  }
+}

@@ -1,0 +1,127 @@
+// What a block of the backward does next, and all that is known about it beforehand. The scheduler prepares it, once, in
+// shared memory; the others read it.
+//
+// A block owns one tile of keys of one kv head at a time, for all items that share the keys: a piece of work is one item.
+// It walks the query tiles that see some of its keys downward, head by head of the group. Its share of their gradients
+// is added in turn: for every query tile the key tiles go from left to right, so that sums are the same in every run.
+// Blocks take key tiles from left to right, too, and by ticket: who waits, waits for one that has started before.
+#pragma once
+#include "attn/backward_rows.cuh"
+#include "attn/dropout.cuh"
+#include "attn/schedule.cuh"
+#include "attn/score.cuh"
+#include "core/block.cuh"
+#include "core/ptx_sm90.cuh"
+
+// The third parameter: what the call adds to Params. cupyflash/cuda/sm90_backward.py packs it.
+struct Launch {
+  float scale, unit;     // scores to natural units, and what the kernel keeps as a score to powers of two
+  i32 tiles;             // key tiles of all heads and owners
+  i32 key_tiles;         // of one head
+  i32 heads;             // kv heads of all owners
+  i32 side_by_side;      // kv heads that are walked together, so that their queries stay in the L2 cache
+  i32 group;             // query heads of a kv head
+  i32 ticket;            // number of this launch's ticket counter
+  i32 queries;           // what is done about gradients of queries: a QueryGradients
+};
+
+enum QueryGradients : i32 { kNotWanted = 0, kInTurn = 1, kInAnyOrder = 2 };
+
+struct TensorMaps { TensorMap q, k, v, dout; };
+
+constexpr i32 kConsumers = 2, kConsumerKeys = 64;
+
+struct Work {
+  i32 tile, head_kv;     // the key tile; negative: there is no more
+  u32 own;
+  u32 loop;              // number of the item among those of the owner
+  i32 closes;            // 1: it is the last
+  i32 first, last;       // query tiles that see some of the keys; none if last < first
+  u32 before;            // pieces of work before this one that had query tiles
+  Item item;
+  Visibility sight;
+  Interval whole[kConsumers];      // queries that see all keys of a consumer
+
+  CF_DEVICE bool any() const { return last >= first; }
+  CF_DEVICE i32 lead(int axis) const { return item.at[kLeadAxes - 1 - axis]; }      // as TMA counts them
+};
+
+CF_DEVICE void own(Work& work, const Params& p, const Launch& launch, u32 ticket) {
+  const u32 per_group = launch.key_tiles * launch.side_by_side;
+  const u32 first = ticket / per_group * launch.side_by_side, rest = ticket % per_group;
+  const u32 size = smaller(u32(launch.heads) - first, u32(launch.side_by_side));
+  work.loop = 0;
+  work.tile = ticket < u32(launch.tiles) ? i32(rest / size) : -1;
+  work.own = first + rest % size;
+  forget();
+  work.head_kv = i32(work.own % u32(p.heads_kv));
+  work.own /= u32(p.heads_kv);
+}
+
+// Point `own` of own[] and point `loop` of loop[]. Divisions are slow, and mostly there is one axis.
+CF_DEVICE void place(Item& item, const Params& p, u32 own, u32 loop) {
+  u32 number = 0, weight = 1;
+  CF_UNROLL
+  for (i32 axis = kLeadAxes - 1; axis >= 0; --axis) {
+    u32 at = 0;
+    if (p.own[axis] > 1) at = own % u32(p.own[axis]), own /= u32(p.own[axis]);
+    if (p.loop[axis] > 1) at = loop % u32(p.loop[axis]), loop /= u32(p.loop[axis]);
+    item.at[axis] = at;
+    number += weight * at;
+    weight *= p.lead[axis];
+  }
+  item.number = number;
+}
+
+// Step by step through shared memory: the scheduler has few registers.
+CF_DEVICE void prepare(Work& work, const Work& before, const Params& p) {
+  Visibility& sight = work.sight;
+  work.closes = work.loop + 1 == points(p.loop);
+  forget();
+  place(work.item, p, work.own, work.loop);
+  forget();
+  sight.q_length = q_length_of(p, work.item);
+  forget();
+  sight.kv_length = kv_length_of(p, work.item);
+  forget();
+  sight.offset = offset_of(p, work.item, sight.q_length, sight.kv_length);
+  sight.left = p.call.left, sight.right = p.call.right;
+  forget();
+  const i32 col = work.tile * kBlockKV;
+  work.first = sight.rows_of_some(col, col + kBlockKV).start;
+  forget();
+  work.last = sight.rows_of_some(col, col + kBlockKV).stop - 1;
+  forget();
+  const bool any = work.first <= work.last;
+  work.first = any ? work.first / kBlockQ : 0;
+  work.last = any ? work.last / kBlockQ : -1;
+  work.before = before.before + before.any();
+  CF_UNROLL_1
+  for (i32 n = 0; n < kBlockKV / kConsumerKeys; ++n) {
+    const i32 from = work.tile * kBlockKV + n * kConsumerKeys;
+    forget();
+    work.whole[n].start = sight.rows_of_all(from, from + kConsumerKeys).start;
+    forget();
+    work.whole[n].stop = sight.rows_of_all(from, from + kConsumerKeys).stop;
+  }
+}
+
+// How many blocks add to a query tile before that of key tile n.
+CF_DEVICE u32 turn_of(const Visibility& sight, i32 tile, i32 n) {
+  return n - sight.keys_of_some(tile * kBlockQ, tile * kBlockQ + kBlockQ).start / kBlockKV;
+}
+
+// Where a pipeline stands: the number of the next thing in it. Who waits for something ready takes `parity`, who waits
+// for a free place takes the other one: the first such wait falls through.
+template <u32 kCount> struct Ring {
+  u32 number = 0;
+  CF_DEVICE u32 stage() const { return number % kCount; }
+  CF_DEVICE u32 parity() const { return number / kCount % 2; }
+  CF_DEVICE void advance() { ++number; }
+};
+
+// A wgmma operand in shared memory, 128-byte rows swizzled. stride: of 64-column panels, where columns are not what is
+// summed over.
+CF_DEVICE u64 descriptor(u32 tile, u32 stride) {
+  return u64((tile & 0x3ffffu) >> 4) | u64(stride >> 4) << 16 | u64(1024 >> 4) << 32 | u64(1) << 62;
+}

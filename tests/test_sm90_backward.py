@@ -1,0 +1,174 @@
+"""The Hopper backward without a GPU: what its kernels compile to, who takes a call, and what its launches say."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+
+import numpy as np
+import pytest
+from support import DTYPES
+from test_sm90 import ONE_OPTION, OPTIONS, faults, strided
+
+import cupyflash
+from cupyflash.cuda import configs, module, params, sm90_backward, sm90_launch
+from cupyflash.cuda.plan import planned
+from cupyflash.problem import Problem
+
+cupy = pytest.importorskip("cupy", reason="needs CuPy and NVRTC: pip install '.[test]'")
+nvrtc = cupy.cuda.nvrtc
+
+KERNELS = {64: "backward", 128: "backward", 256: "backward_wide"}
+
+
+def config(dim, options=OPTIONS[0], dtype="bfloat16"):
+    return configs.choose("sm90", KERNELS[dim], dtype, dim, dim, options, 90)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [config(64), config(128, OPTIONS[1], "float16"), config(256)],
+    ids=str,
+)
+def test_kernels_compile_to_what_they_are_written_for(config):
+    assert faults(config) == []
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dim", KERNELS)
+def test_every_kernel_compiles_to_what_it_is_written_for(dim, dtype):
+    assert [fault for options in OPTIONS for fault in faults(config(dim, options, dtype))] == []
+
+
+def test_the_launch_record_is_the_cuda_struct_byte_for_byte():
+    names = ["scale", "unit", "tiles", "key_tiles", "heads", "side_by_side", "group", "ticket", "queries"]
+    lines = [f"static_assert(sizeof(Launch) == {sm90_backward.LAUNCH_BYTES});"]
+    lines += [
+        f'static_assert(__INTADDR__(&((Launch*)0)->{name}) == {4 * place}, "{name}");'
+        for place, name in enumerate(names)
+    ]
+    constants = {"kRowUnit": "ROW_UNIT", "kRowBlock": "ROW_BLOCK", "kTickets": "TICKETS"}
+    lines += [
+        f"static_assert({name} == {getattr(sm90_backward, value)});" for name, value in constants.items()
+    ]
+    program = nvrtc.createProgram(config(64).source() + "\n".join(lines), "kernel.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*module.OPTIONS, "-arch=compute_90a"))
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program)[:3000])
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def operands(dtype, d, e):
+    return tuple(
+        np.broadcast_to(dtype.type(0), (2, heads, n, c))
+        for heads, n, c in ((4, 16, d), (2, 24, d), (2, 24, e))
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda dtype: dtype.name)
+@pytest.mark.parametrize(("d", "e"), [(64, 64), (7, 5), (100, 128), (192, 128), (256, 256)])
+def test_every_option_and_pair_of_options_is_planned_here(dtype, d, e):
+    q, k, v = operands(dtype, d, e)
+    for a, b in itertools.combinations_with_replacement(ONE_OPTION, 2):
+        options = {**ONE_OPTION[a], **ONE_OPTION[b]}
+        if "causal" in options:
+            options.pop("query_offset", None)
+        p = cupyflash.plan(q, k, v, arch=90, backward=True, **options)
+        main = "backward" if max(d, e) <= 128 else "backward_wide"
+        bias, rows = "bias" in options, ("sinks" in options) + ("alibi_slopes" in options)
+        expected = ["row_stats", main, "finish_queries", *["backward_bias", "sum_partials"] * bias]
+        assert p.family == "sm90", f"{a} with {b}: {p}"
+        assert list(p.kernels) == expected + ["sum_rows"] * rows, f"{a} with {b}: {p}"
+
+
+def test_no_keys_and_wider_head_dims_go_elsewhere():
+    def passed_over(d, n):
+        q, k = (np.broadcast_to(np.float16(0), (1, 1, rows, d)) for rows in (8, n))
+        return dict(cupyflash.plan(q, k, k, arch=90, backward=True).passed_over)["sm90"]
+
+    assert passed_over(257, 8) == "takes head dims up to 256, got 257 and 257"
+    assert passed_over(8, 0) == "has no backward without keys"
+
+
+def launches(wrt=None, **shapes):
+    """The launches of a backward by kernel, with their own part of the arguments."""
+    q, k, v = (np.broadcast_to(np.float16(0), shapes[name]) for name in "qkv")
+    recipe = planned(Problem.create(q, k, v), True, None, 90)[0]
+    return [(launch.config.kernel, launch) for launch in recipe.launches]
+
+
+def test_keys_and_values_of_other_broadcasts_are_owned_by_launches_of_their_own():
+    shape = (3, 4, 70, 64)
+    found = launches(q=shape, k=(1, 4, 200, 64), v=(3, 4, 200, 64))
+    assert [kernel for kernel, _ in found] == ["row_stats", "backward", "backward", "finish_queries"]
+    (keys, values) = (launch for kernel, launch in found if kernel == "backward")
+    names = [params.ADDRESSES[index] for launch in (keys, values) for index in launch.hidden]
+    assert names == ["dv", "dk"]
+    assert (keys.extras.heads, values.extras.heads) == (4, 12)
+    assert (keys.extras.ticket, values.extras.ticket) == (0, 1)
+    added = (keys.extras.queries, values.extras.queries)
+    assert added == (sm90_backward.IN_TURN, sm90_backward.NOT_WANTED)  # dq is added once
+
+
+def test_unordered_sums_begin_at_zero():
+    x = np.broadcast_to(np.float16(0), (2, 4, 70, 64))
+    recipe = planned(Problem.create(x, x, x, deterministic=False), True, None, 90)[0]
+    kernels = [launch.config.kernel for launch in recipe.launches]
+    assert kernels == ["row_stats", "clear_sums", "backward", "finish_queries"]
+    assert recipe.launches[1].grid == 2 * 4 * 128 // sm90_backward.ROW_BLOCK
+    assert recipe.launches[2].extras.queries == sm90_backward.IN_ANY_ORDER
+
+
+def test_heads_are_walked_side_by_side_while_their_queries_fit_the_cache():
+    def packed(rows, heads, heads_kv):
+        [launch] = [
+            launch
+            for kernel, launch in launches(
+                q=(1, heads, rows, 64), k=(1, heads_kv, 300, 64), v=(1, heads_kv, 300, 64)
+            )
+            if kernel == "backward"
+        ]
+        numbers = [0.0] * len(params.NUMBERS)
+        numbers[params.NUMBERS.index("scale")] = 0.5
+        _, record = launch.extras.arguments([8] * len(params.ADDRESSES), numbers, 0)
+        return struct.unpack("=2f7i", record.tobytes())
+
+    assert packed(100, 8, 2) == (0.5, np.float32(0.5) * np.float32(np.log2(np.e)), 6, 3, 2, 2, 4, 0, 1)
+    assert packed(16384, 16, 16)[5] == 3  # 32 MB hold 3 heads of 8 MB
+    assert packed(2**20, 16, 16)[5] == 1
+
+
+@pytest.mark.parametrize(
+    ("dout", "row"),
+    [
+        (strided((2, 4, 10, 64), (2560, 640, 64, 1)), None),
+        (strided((2, 4, 10, 7), (280, 70, 7, 1)), 8),
+        (strided((2, 4, 10, 64), (2560, 64, 256, 1)), None),  # (batch, length, heads, dim)
+        (strided((2, 4, 10, 64), (-2560, 640, 64, 1)), 64),
+    ],
+)
+def test_a_cotangent_that_tma_does_not_take_is_copied(dout, row):
+    copies = sm90_launch.copy_of_dout(dout)
+    assert [copy.row for copy in copies.values()] == ([] if row is None else [row])
+
+
+def test_a_mask_and_a_bias_are_read_in_place():
+    x = strided((2, 4, 10, 64), (2560, 640, 64, 1))
+    odd = strided((4, 10, 9), (90, 9, 1), np.float64)
+    problem = type(
+        "Call", (), {"dtype": np.dtype(np.float16), "q": x, "k": x, "v": x, "mask": odd, "bias": odd}
+    )
+    assert sm90_launch.copies(problem, backward=True) == {}
+    assert set(sm90_launch.copies(problem)) == {"mask", "bias"}
+
+
+def test_invalid_geometry_is_named():
+    row = sm90_backward.TABLE["backward", 4, OPTIONS[0]][0]
+    assert row.broken_rules("backward", 4) == []
+    assert row._replace(head_dim=96, block_q=64).broken_rules("backward", 4) == [
+        "head_dim = 96 must be 64, 128 or 256"
+    ]
+    assert row._replace(block_kv=64).broken_rules("backward", 4) == ["block_kv = 64 must be 128"]
