@@ -17,7 +17,7 @@ CF_DEVICE void initialise(Control& control) {
   for (i32 n = 0; n < kWorkSlots; ++n) {
     mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], kConsumers + 1);
   }
-  for (i32 n = 0; n < kSlots; ++n) mbarrier_init(control.ready[n], 1), mbarrier_init(control.free[n], kConsumers);
+  for (i32 n = 0; n < kSlots; ++n) mbarrier_init(control.ready[n], 1), mbarrier_init(control.free[n], 4 * kConsumers);
   fence_mbarrier_init();
 }
 

@@ -55,15 +55,15 @@ struct Consumer {
   CF_DEVICE void wait_plane(const Ring<kSlots>& at) const {
     mbarrier_try_wait_parity(barrier(control.ready, at.stage), at.parity);
   }
-  CF_DEVICE void free_plane() {
-    if (leader()) mbarrier_arrive(barrier(control.free, ring.stage));
+  CF_DEVICE void free_plane() {                // each warp for itself
+    if (thread % 32 == 0) mbarrier_arrive(barrier(control.free, ring.stage));
     ring.advance();
   }
   CF_DEVICE void pass_by_tile() {
     CF_UNROLL_1
     for (int plane = 0; plane < kPlanes; ++plane) {
       wait_plane(ring);
-      barrier_of_warpgroup();                  // all have seen it: a phase that nobody waits for may be over soon
+      warp_barrier();                          // all lanes have seen it: the phase after the next looks the same
       free_plane();
     }
   }
