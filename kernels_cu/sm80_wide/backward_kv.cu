@@ -37,19 +37,20 @@ static_assert(kAtWork + kWorkBytes + 128 == kSharedBytes, "the launch gives as m
 struct Backward {
   const Params& p;
   Work& work;
-  i32 block_col, col;                      // first key of the block, of the pair
   u32 shared;
-  i32 pair;
   ColumnReader<TileQ> read_q;
   ColumnReader<TileO> read_o;
   RowReader<TileQ> sum_q;
   RowReader<TileO> sum_o;
   Score fetched;                           // lse or delta of the next tile
 
+  static CF_DEVICE i32 pair() { return i32(warp_index()) % kPairs; }
+  CF_DEVICE i32 col() const { return work.first + pair() * kPairRows; }      // first key of the pair
+
   CF_DEVICE u32 q_tile(i32 tile) const { return shared + kAtQ + u32(tile) % 2u * TileQ::kBytes; }
   CF_DEVICE u32 o_tile(i32 tile) const { return shared + kAtO + u32(tile) % 2u * TileO::kBytes; }
   CF_DEVICE u32 weights_of(i32 tile) const {
-    return shared + kAtWeights + (pair * 2 + tile % 2) * kWeightBytes + lane_index() * 16;
+    return shared + kAtWeights + (pair() * 2 + tile % 2) * kWeightBytes + lane_index() * 16;
   }
   // lse (0) or delta (1) of a tile.
   CF_DEVICE u32 row_numbers(i32 tile, i32 which) const {
@@ -74,13 +75,13 @@ struct Backward {
       describe_item(work, p, item, kv_head);
       describe_head(work, p, head);
       describe_results(work, p, head);
-      work.tiles = tiles_of(work.sight.rows_of_some(block_col, block_col + kBlockKV), kBlockQ);
+      work.tiles = tiles_of(work.sight.rows_of_some(work.first, work.first + kBlockKV), kBlockQ);
     }
     block_barrier();        // the work is there
     if (work.tiles.start >= work.tiles.stop) return;
     if (new_item) {
-      TileK::load(shared, work.k, block_col, work.sight.kv_length, p.head_dim);
-      TileV::load(shared + kAtV, work.v, block_col, work.sight.kv_length, p.head_dim_v);
+      TileK::load(shared, work.k, work.first, work.sight.kv_length, p.head_dim);
+      TileV::load(shared + kAtV, work.v, work.first, work.sight.kv_length, p.head_dim_v);
     }
     load_queries(work.tiles.start);
   }
@@ -104,8 +105,8 @@ struct Backward {
 
   // Pairs that positions and lengths forbid get 0.
   CF_DEVICE void hide(Scores& s, i32 row) const {
-    if (work.sight.keys_of_all(row, row + kBlockQ).covers(col, col + kPairRows)) return;
-    select<true>(s, work, col, row, Score(0));
+    if (work.sight.keys_of_all(row, row + kBlockQ).covers(col(), col() + kPairRows)) return;
+    select<true>(s, work, col(), row, Score(0));
   }
 
   // What the first warp of a pair does with a tile: weights into shared memory and into dv.
@@ -113,9 +114,9 @@ struct Backward {
     const i32 row = tile * kBlockQ;
     Scores s, derivative;
     TileAddends<kR, kC> addends;
-    if constexpr (kMaskOrBias) addends.template load<true>(work.addends, p.seqlen_q, p.seqlen_k, col, row);
-    multiply_by_transposed(s, shared + pair * kPairRows * TileK::kRowBytes, q_tile(tile), read_q);
-    scale_scores<true>(s, derivative, work, col, row);
+    if constexpr (kMaskOrBias) addends.template load<true>(work.addends, p.seqlen_q, p.seqlen_k, col(), row);
+    multiply_by_transposed(s, shared + pair() * kPairRows * TileK::kRowBytes, q_tile(tile), read_q);
+    scale_scores<true>(s, derivative, work, col(), row);
     if constexpr (kMaskOrBias) addends.add_to(s);
     Score lse[kC];
     read_row_numbers(lse, tile, 0);
@@ -133,7 +134,7 @@ struct Backward {
       for (int w = 0; w < kC; ++w) sent[u][w] = capped ? s[u][w] * derivative[u][w] : s[u][w];
     }
     if constexpr (kDropout) {
-      for_kept<true>(s, work.dropout, col, row, [&](int u, int w, bool kept) {
+      for_kept<true>(s, work.dropout, col(), row, [&](int u, int w, bool kept) {
         s[u][w] = kept ? s[u][w] : Score(0);
         sent[u][w] = kept ? sent[u][w] : -sent[u][w];
       });
@@ -145,18 +146,18 @@ struct Backward {
       for (int x = 0; x < kChunk; ++x) chunk[x] = sent[n / kC][n % kC + x];
       st_shared_chunk(weights_of(tile) + n / kChunk * 512, chunk);
     }
-    barrier_sync_aligned(1 + pair, 64);      // the weights are there; those of two tiles ago have been read
+    barrier_sync_aligned(1 + pair(), 64);      // the weights are there; those of two tiles ago have been read
     multiply(dv, s, o_tile(tile), sum_o);
   }
 
   // What the second warp does: dA^T from them, into dk.
   CF_DEVICE void take_weights(Accumulator& dk, i32 tile) const {
     Scores dp;
-    multiply_by_transposed(dp, shared + kAtV + pair * kPairRows * TileV::kRowBytes, o_tile(tile), read_o);
+    multiply_by_transposed(dp, shared + kAtV + pair() * kPairRows * TileV::kRowBytes, o_tile(tile), read_o);
     const Score kept_scale = kDropout ? dropout_scale<Score>(p) : Score(1);
     Score delta[kC];
     read_row_numbers(delta, tile, 1);
-    barrier_sync_aligned(1 + pair, 64);      // as above
+    barrier_sync_aligned(1 + pair(), 64);      // as above
     CF_UNROLL
     for (int n = 0; n < kR * kC; n += kChunk) {
       Score chunk[kChunk];
@@ -193,9 +194,11 @@ struct Backward {
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_backward_kv(const Params p) {
   const TileWork tile = tile_work(block_index(), ceil_div(p.seqlen_k, kBlockKV), 1, p.heads_kv, false);
-  const i32 pair = i32(warp_index()) % kPairs, block_col = tile.tile * kBlockKV, head = tile.head;
+  const i32 head = tile.head;
   const bool first_of_pair = i32(warp_index()) < kPairs, accumulate = p.accumulate != 0;
-  Backward backward{p, shared_work(kAtWork), block_col, block_col + pair * kPairRows, shared_tiles(), pair};
+  Work& work = shared_work(kAtWork);
+  if (thread_index() == 0) work.first = tile.tile * kBlockKV;
+  Backward backward{p, work, shared_tiles()};
   Accumulator acc;
   clear(acc);
   backward.walk(acc, tile.own, head, first_of_pair);
@@ -204,5 +207,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_bac
   const Score kept = kDropout ? dropout_scale<Score>(p) : Score(1);
   multiply_by(acc, first_of_pair ? kept : Score(p.call.scale));
   store_tile(acc, target_of(to, first_of_pair ? p.dv : p.dk, item_at(p, tile.own, 0), head, p.seqlen_k,
-                            first_of_pair ? p.head_dim_v : p.head_dim, accumulate), backward.col);
+                            first_of_pair ? p.head_dim_v : p.head_dim, accumulate), backward.col());
 }

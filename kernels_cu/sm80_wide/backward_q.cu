@@ -30,12 +30,15 @@ static_assert(kAtWork + kWorkBytes + 128 == kSharedBytes, "the launch gives as m
 struct Backward {
   const Params& p;
   Work& work;
-  i32 head, block_row, tile_row, row;      // first query of the block, of the warp; its place in the tile
   u32 shared;
   ColumnReader<TileK> read_k;
   ColumnReader<TileV> read_v;
   RowReader<TileK> sum_k;
   Score slope[kR], dq[kR][kHeadDim / 4];
+
+  // First query of the warp in the block's tile, and in all.
+  static CF_DEVICE i32 tile_row() { return i32(warp_index()) * kWarpRows; }
+  CF_DEVICE i32 row() const { return work.first + tile_row(); }
 
   CF_DEVICE u32 k_tile(i32 tile) const { return shared + kAtK + u32(tile) % 2u * TileK::kBytes; }
   CF_DEVICE u32 v_tile(i32 tile) const { return shared + kAtV + u32(tile) % 2u * TileV::kBytes; }
@@ -57,21 +60,21 @@ struct Backward {
   CF_DEVICE void begin(const Item& item) {
     block_barrier();        // nobody reads what belongs to the item before any more
     if (thread_index() == 0) {
-      describe_item(work, p, item, head / (p.heads_q / p.heads_kv));
-      describe_head(work, p, head);
-      describe_results(work, p, head);
-      work.tiles = tiles_of(work.sight.keys_of_some(block_row, block_row + kBlockQ), kBlockKV);
+      describe_item(work, p, item, work.head / (p.heads_q / p.heads_kv));
+      describe_head(work, p, work.head);
+      describe_results(work, p, work.head);
+      work.tiles = tiles_of(work.sight.keys_of_some(work.first, work.first + kBlockQ), kBlockKV);
     }
     block_barrier();        // the work is there
-    describe_warp(work, row, kWarpRows);
+    describe_warp(work, row(), kWarpRows);
     warp_barrier();         // the warp's part of it too
     for (i32 i = thread_index(); i < kBlockQ; i += kThreads) {      // seen by all at the first tile's barrier
-      st_shared(row_number_at(0, i), lse_of(work, block_row + i));
-      st_shared(row_number_at(1, i), delta_of(work, block_row + i));
+      st_shared(row_number_at(0, i), lse_of(work, work.first + i));
+      st_shared(row_number_at(1, i), delta_of(work, work.first + i));
     }
     if (work.tiles.start >= work.tiles.stop) return;
-    TileQ::load(shared, work.q, block_row, work.sight.q_length, p.head_dim);
-    TileO::load(shared + kAtO, work.dout, block_row, work.sight.q_length, p.head_dim_v);
+    TileQ::load(shared, work.q, work.first, work.sight.q_length, p.head_dim);
+    TileO::load(shared + kAtO, work.dout, work.first, work.sight.q_length, p.head_dim_v);
     load_keys(work.tiles.start);
   }
 
@@ -79,36 +82,36 @@ struct Backward {
     const i32 col = tile * kBlockKV;
     TileAddends<kR, kC> addends;
     if constexpr (kMaskOrBias) {
-      if (!addends.template load<false>(work.addends, p.seqlen_q, p.seqlen_k, row, col)) return;
+      if (!addends.template load<false>(work.addends, p.seqlen_q, p.seqlen_k, row(), col)) return;
     }
     Scores s, derivative, dp;
-    multiply_by_transposed(s, shared + tile_row * TileQ::kRowBytes, k_tile(tile), read_k);
-    scale_scores<false>(s, derivative, work, row, col);
+    multiply_by_transposed(s, shared + tile_row() * TileQ::kRowBytes, k_tile(tile), read_k);
+    scale_scores<false>(s, derivative, work, row(), col);
     if constexpr (kMaskOrBias) addends.add_to(s);
     CF_UNROLL
     for (int u = 0; u < kR; ++u) {
-      const Score lse = ld_shared<Score>(row_number_at(0, tile_row + fragment_row(u)));
+      const Score lse = ld_shared<Score>(row_number_at(0, tile_row() + fragment_row(u)));
       CF_UNROLL
       for (int w = 0; w < kC; ++w) s[u][w] = weight_from(s[u][w], lse);
     }
-    multiply_by_transposed(dp, shared + kAtO + tile_row * TileO::kRowBytes, v_tile(tile), read_v);
+    multiply_by_transposed(dp, shared + kAtO + tile_row() * TileO::kRowBytes, v_tile(tile), read_v);
     if constexpr (kDropout) {
       const Score scale = dropout_scale<Score>(p);
-      for_kept<false>(dp, work.dropout, row, col,
+      for_kept<false>(dp, work.dropout, row(), col,
                       [&](int u, int w, bool kept) { dp[u][w] = kept ? dp[u][w] * scale : Score(0); });
     }
     CF_UNROLL
     for (int u = 0; u < kR; ++u) {
-      const Score delta = ld_shared<Score>(row_number_at(1, tile_row + fragment_row(u)));
+      const Score delta = ld_shared<Score>(row_number_at(1, tile_row() + fragment_row(u)));
       CF_UNROLL
       for (int w = 0; w < kC; ++w) s[u][w] = score_gradient(s[u][w], dp[u][w] - delta);
     }
-    if (!work.all[warp_index()].covers(col, col + kBlockKV)) select<false>(s, work, row, col, Score(0));
+    if (!work.all[warp_index()].covers(col, col + kBlockKV)) select<false>(s, work, row(), col, Score(0));
     if (kSoftcapOrAlibi && p.call.slope_rows != nullptr) {
       CF_UNROLL
       for (int u = 0; u < kR; ++u) {
         CF_UNROLL
-        for (int w = 0; w < kC; ++w) slope[u] = fused(-distance<false>(work, row, col, u, w), s[u][w], slope[u]);
+        for (int w = 0; w < kC; ++w) slope[u] = fused(-distance<false>(work, row(), col, u, w), s[u][w], slope[u]);
       }
     }
     if (kSoftcapOrAlibi && work.terms.softcap > Score(0)) {
@@ -140,11 +143,11 @@ struct Backward {
   // The slopes' sums of one item, which start again at 0.
   CF_DEVICE void store_slopes() {
     if (!kSoftcapOrAlibi || p.call.slope_rows == nullptr) return;
-    Score* to = static_cast<Score*>(p.call.slope_rows) + row_number(p, work.item, head, 0);
+    Score* to = static_cast<Score*>(p.call.slope_rows) + row_number(p, work.item, work.head, 0);
     CF_UNROLL
     for (int u = 0; u < kR; ++u) {
       const Score sum = GroupLanes::sum(slope[u]);
-      if (lane_in_group() == 0 && row + fragment_row(u) < p.seqlen_q) to[row + fragment_row(u)] = sum;
+      if (lane_in_group() == 0 && row() + fragment_row(u) < p.seqlen_q) to[row() + fragment_row(u)] = sum;
       slope[u] = Score(0);
     }
   }
@@ -152,14 +155,15 @@ struct Backward {
   CF_DEVICE void finish(const Item& item) {
     if (p.call.dq == nullptr) return;
     multiply_by(dq, Score(p.call.scale));
-    store_tile(dq, target_of(p.call.dq, p.dq, item, head, p.seqlen_q, p.head_dim, p.accumulate != 0), row);
+    store_tile(dq, target_of(p.call.dq, p.dq, item, work.head, p.seqlen_q, p.head_dim, p.accumulate != 0), row());
   }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_backward_q(const Params p) {
   const TileWork tile = tile_work(block_index(), ceil_div(p.seqlen_q, kBlockQ), 1, p.heads_q, p.call.right < kUnbounded);
-  const i32 block_row = tile.tile * kBlockQ, tile_row = i32(warp_index()) * kWarpRows;
-  Backward backward{p, shared_work(kAtWork), tile.head, block_row, tile_row, block_row + tile_row, shared_tiles()};
+  Work& work = shared_work(kAtWork);
+  if (thread_index() == 0) work.head = tile.head, work.first = tile.tile * kBlockQ;
+  Backward backward{p, work, shared_tiles()};
   CF_UNROLL
   for (int u = 0; u < kR; ++u) backward.slope[u] = Score(0);
   clear(backward.dq);

@@ -27,13 +27,13 @@ static_assert(kAtWork + kWorkBytes + 128 == kSharedBytes, "the launch gives as m
 struct Forward {
   const Params& p;
   const Work& work;
-  i32 row;                             // first query of the warp
   u32 places, queries;                 // in shared memory: of tiles, of the warp's queries
   ColumnReader<TileK> read;
   RowReader<TileV> read_v;
   Softmax<kR> softmax;
   Score out[kR][kO];
 
+  CF_DEVICE i32 row() const { return work.first + i32(warp_index()) * kWarpRows; }      // first query of the warp
   CF_DEVICE u32 place(i32 number) const { return places + u32(number) % 3u * kPlaceBytes; }
 
   // Starts copies of the `number`th tile of the sequence K, V, K, V, ...
@@ -56,13 +56,13 @@ struct Forward {
   CF_DEVICE bool make_scores(Scores& s, i32 col, u32 keys_at) const {
     TileAddends<kR, kC> addends;
     if constexpr (kMaskOrBias) {
-      if (!addends.template load<false>(work.addends, p.seqlen_q, p.seqlen_k, row, col)) return false;
+      if (!addends.template load<false>(work.addends, p.seqlen_q, p.seqlen_k, row(), col)) return false;
     }
     Scores unused;
     multiply_by_transposed(s, queries, keys_at, read);
-    scale_scores<false>(s, unused, work, row, col);
+    scale_scores<false>(s, unused, work, row(), col);
     if constexpr (kMaskOrBias) addends.add_to(s);
-    if (!work.all[warp_index()].covers(col, col + kBlockKV)) select<false>(s, work, row, col, -Limits<Score>::infinity());
+    if (!work.all[warp_index()].covers(col, col + kBlockKV)) select<false>(s, work, row(), col, -Limits<Score>::infinity());
     return true;
   }
 
@@ -78,7 +78,7 @@ struct Forward {
       if (any && (any = make_scores(s, col, place(number)))) {
         softmax.update(s, rescale);
         if constexpr (kDropout) {
-          for_kept<false>(s, work.dropout, row, col, [&](int u, int w, bool kept) { s[u][w] = kept ? s[u][w] : Score(0); });
+          for_kept<false>(s, work.dropout, row(), col, [&](int u, int w, bool kept) { s[u][w] = kept ? s[u][w] : Score(0); });
         }
       }
       wait_for(number + 1);
@@ -96,7 +96,7 @@ struct Forward {
     const Rows<Score> lses = rows_of<Score>(p.call.lse, p.lse, item, head);
     CF_UNROLL
     for (int u = 0; u < kR; ++u) {
-      const i32 i = row + fragment_row(u);
+      const i32 i = row() + fragment_row(u);
       const bool live = i < q_length;
       Score factor, lse;
       softmax.finish(u, sink, factor, lse);
@@ -104,7 +104,7 @@ struct Forward {
       for (int w = 0; w < kO; ++w) out[u][w] = live ? out[u][w] * factor * kept : Score(0);
       if (p.call.lse != nullptr && i < p.seqlen_q && lane_in_group() == 0) *lses.at(i, 0) = live ? lse : none;
     }
-    store_tile(out, target_of(p.call.out, p.out, item, head, p.seqlen_q, p.head_dim_v, false), row);
+    store_tile(out, target_of(p.call.out, p.out, item, head, p.seqlen_q, p.head_dim_v, false), row());
   }
 };
 
@@ -116,11 +116,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_for
   if (thread_index() == 0) {
     describe_item(work, p, item_at(p, tile.own, 0), tile.head / (p.heads_q / p.heads_kv));
     describe_head(work, p, tile.head);
+    work.first = block_row;
     work.tiles = tiles_of(work.sight.keys_of_some(block_row, block_row + kBlockQ), kBlockKV);
   }
   block_barrier();      // the work is there
   describe_warp(work, row, kWarpRows);
-  Forward forward{p, work, row, shared + kAtPlaces, shared + tile_row * TileQ::kRowBytes};
+  Forward forward{p, work, shared + kAtPlaces, shared + tile_row * TileQ::kRowBytes};
   forward.softmax.reset();
   clear(forward.out);
   TileQ::load(shared, work.q, block_row, work.sight.q_length, p.head_dim);

@@ -147,16 +147,12 @@ template <int kRows, int kCols> CF_DEVICE void clear(Element (&acc)[kRows][kCols
 // Where a lane reads factors whose places are columns: the slots of a step in row g of eight rows.
 template <class T> struct ColumnReader {
   static constexpr int kReads = 4 / kChunk;      // of a step
-  u32 start[2];                                  // of even and odd halves of a line
+  u32 start = T::place(lane_group(), lane_in_group());
 
-  CF_DEVICE ColumnReader() {
-    CF_UNROLL
-    for (int half = 0; half < 2; ++half) start[half] = T::place(lane_group(), lane_in_group() + 4 * half);
-  }
-  // Read n of step k in row g of the eight rows from `row`, a multiple of 8.
+  // Read n of step k in row g of the eight rows from `row`, a multiple of 8: half a line changes one bit of the place.
   CF_DEVICE u32 at(u32 tile, i32 row, int k, int n) const {
     const int half_line = k * kReads + n;
-    return tile + start[half_line % 2] + row * T::kRowBytes + half_line / 2 * 128;
+    return ((tile + start) ^ (half_line % 2 * 64)) + row * T::kRowBytes + half_line / 2 * 128;
   }
   CF_DEVICE void read(Element (&slots)[4], u32 tile, i32 row, int k) const {
     CF_UNROLL
@@ -181,18 +177,14 @@ template <class T> struct ColumnReader {
 
 // Where a lane reads factors whose places are rows: chunk g of a line in rows 2 t, 2 t + 1 of eight rows.
 template <class T> struct RowReader {
-  u32 start[2];
+  u32 start = T::place(2 * lane_in_group(), lane_group());
 
-  CF_DEVICE RowReader() {
-    CF_UNROLL
-    for (int x = 0; x < 2; ++x) start[x] = T::place(2 * lane_in_group() + x, lane_group());
-  }
   // The sixteen rows from 16 k in line `line`: element j of a chunk belongs to column tile j.
   CF_DEVICE void read(Right (&right)[kChunk], u32 tile, int k, int line) const {
     CF_UNROLL
     for (int x = 0; x < 4; ++x) {
       Element chunk[kChunk];
-      ld_shared_chunk(chunk, tile + start[x % 2] + (16 * k + x / 2 * 8) * T::kRowBytes + line * 128);
+      ld_shared_chunk(chunk, ((tile + start) ^ (x % 2 * 64)) + (16 * k + x / 2 * 8 + x % 2) * T::kRowBytes + line * 128);
       CF_UNROLL
       for (int j = 0; j < kChunk; ++j) right[j].set(x, chunk[j]);
     }
@@ -232,7 +224,7 @@ template <class T, int kR, int kC>
 CF_DEVICE void multiply_by_transposed(Element (&acc)[kR][kC], u32 a, u32 b, const ColumnReader<T>& read) {
   constexpr int kT = kR / 2, kN = smaller(kChains / kT, kC / 2);
   clear(acc);
-  CF_UNROLL
+  CF_UNROLL_2
   for (int k = 0; k < T::kColCount / 16; ++k) {
     Left left[kT];
     read_left(left, read, a, k);

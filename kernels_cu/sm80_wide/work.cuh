@@ -18,7 +18,7 @@ struct alignas(16) Work {
   const Score* delta;              // row_delta of the head
   Addends addends;
   DropoutStream dropout;
-  i32 head;
+  i32 head, first;                 // first: query, or key, of the block
   Interval tiles;                  // of what the block walks, in order
   Interval some[kWarps], all[kWarps];      // of the forward and dq: keys that some and that every query of a warp sees
 };
