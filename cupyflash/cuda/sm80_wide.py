@@ -114,7 +114,7 @@ def _row(threads: int, occupancy: int, block_q: int, block_kv: int, bucket: int)
 PLAIN, ANY = "plain", "any"
 _ROWS = {
     ("forward", 4, PLAIN): (_row(128, 2, 64, 64, 64), _row(128, 2, 64, 32, 128)),
-    ("forward", 4, ANY): (_row(128, 2, 64, 32, 64), _row(128, 2, 64, 32, 128)),
+    ("forward", 4, ANY): (_row(128, 2, 64, 32, 64), _row(128, 2, 64, 16, 128)),
     ("backward_q", 4, PLAIN): (_row(128, 2, 64, 32, 64), _row(128, 2, 64, 16, 128)),
     ("backward_kv", 4, PLAIN): (_row(128, 2, 16, 64, 64), _row(256, 1, 16, 64, 128)),
     ("backward_kv", 4, ANY): (_row(128, 2, 32, 32, 64), _row(256, 1, 16, 64, 128)),
