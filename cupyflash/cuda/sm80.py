@@ -11,6 +11,7 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 128  # of swizzled tiles; dynamic shared memory is rounded up to it
 FRAGMENT = 16  # rows and columns that an mma instruction takes
 PLACE_BYTES = 192  # of what the threads of a forward share besides tiles
+Q_PASS_BYTES, KV_PASS_BYTES = 256, 128  # of a backward_q, of a backward_kv
 PASS_BYTES = 640  # what the threads of the one-kernel backward share besides tiles
 SMALL_HEAD_DIM = 64
 HELD_BYTES = 2**25
@@ -71,13 +72,13 @@ class Geometry(NamedTuple):
             rows = self.threads // 32 * FRAGMENT  # of keys, and of lse
             used = _tile(q, d) + self.stages * (_tile(rows, d) + _tile(rows, e)) + rows * score_bytes
         elif kernel == "backward_q":
-            used = _tile(q, d) + _tile(q, e) + 2 * (_tile(kv, d) + _tile(kv, e)) + staged
+            used = _tile(q, d) + _tile(q, e) + 2 * (_tile(kv, d) + _tile(kv, e)) + staged + Q_PASS_BYTES
         elif kernel in ("backward", "backward_kv"):
             pairs = self.threads // 64
             weights, rows = 2 * kv * self.step * 2, 4 * q * score_bytes
             staged = self.addends * pairs * self.step * (kv // pairs + 8) * score_bytes
             used = 2 * (_tile(kv, max(d, e)) + _tile(q, d) + _tile(q, e)) + weights + rows + staged
-            used += (kernel == "backward") * (3 * _tile(kv, q) + PASS_BYTES)
+            used += 3 * _tile(kv, q) + PASS_BYTES if kernel == "backward" else KV_PASS_BYTES
         else:
             tiles = _tile(q, d) + _tile(q, e) + _tile(kv, d) + _tile(kv, e)
             used = max(tiles + staged, q * (kv + 8) * score_bytes)
@@ -167,8 +168,15 @@ _ROWS = {
         _row(256, 1, 128, 32, 16, 256),
         _row(128, 1, 64, 16, 16, 256),
     ),
-    ("decode", ANY): (
+    ("decode", PLAIN): (
         _row(128, 4, 16, 64, 16, 64)._replace(stages=3),
+        _row(128, 2, 16, 64, 16, 128)._replace(stages=3),
+        _row(128, 1, 16, 64, 16, 128)._replace(stages=2),
+        _row(64, 2, 16, 32, 16, 256)._replace(stages=3),
+        _row(64, 1, 16, 32, 16, 256)._replace(stages=2),
+    ),
+    ("decode", ANY): (
+        _row(128, 3, 16, 64, 16, 64)._replace(stages=3),
         _row(128, 2, 16, 64, 16, 128)._replace(stages=3),
         _row(128, 1, 16, 64, 16, 128)._replace(stages=2),
         _row(64, 2, 16, 32, 16, 256)._replace(stages=3),
@@ -196,7 +204,7 @@ _ROWS = {
         _row(256, 1, 64, 64, 16, 128),
     ),
     ("backward_q", PLAIN): (
-        _row(128, 2, 128, 64, 64, 64),
+        _row(128, 2, 128, 64, 32, 64),
         _row(128, 2, 128, 32, 32, 128),
         _row(256, 1, 128, 32, 32, 256),
         _row(64, 1, 32, 16, 16, 256),

@@ -33,16 +33,18 @@ using Weighted = Operand<kR / 2, kStep>;
 constexpr i32 kWeightBytes = kPairRows * kStep * 2, kAddendBytes = kMaskOrBias ? kStep * Staging<kPairRows>::kRow * 4 : 0;
 constexpr i32 kAtV = TileK::kBytes, kAtQ = kAtV + TileV::kBytes, kAtO = kAtQ + 2 * TileQ::kBytes;
 constexpr i32 kAtWeights = kAtO + 2 * TileO::kBytes, kAtRows = kAtWeights + 2 * kPairs * kWeightBytes;
-constexpr i32 kAtAddends = kAtRows + 4 * kBlockQ * 4, kUsedBytes = kAtAddends + kPairs * kAddendBytes;
+constexpr i32 kAtAddends = kAtRows + 4 * kBlockQ * 4, kAtPass = kAtAddends + kPairs * kAddendBytes, kPassBytes = 128;
+constexpr i32 kUsedBytes = kAtPass + kPassBytes;
 static_assert(kUsedBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
 
-// The queries of one batch item that see some of the block's keys, for all heads of the group.
+// The queries of one batch item that see some of the block's keys, for all heads of the group. It lies in shared memory:
+// registers are too dear to hold it.
 struct Pass {
   Item item;
   Visibility sight;
   i32 first_row, last_row;    // tile edges
-  Interval whole;             // queries that see every key of the pair
 };
+static_assert(sizeof(Pass) <= kPassBytes, "there is room");
 
 // A tile of queries: the `number`th of a pass.
 struct Cursor {
@@ -58,6 +60,7 @@ struct Cursor {
 
 struct Backward {
   const Params& p;
+  Pass& pass;
   i32 kv_head, group, block_col, col;      // first key of the block, of the pair
   u32 shared;
   i32 pair;
@@ -67,7 +70,6 @@ struct Backward {
   Reader<TileQ, true> sum_q;
   Reader<TileO, true> sum_o;
   float fetched;                           // lse or delta of the next tile
-  ElementRows q_rows, o_rows;              // of the head whose tiles are being fetched
 
   CF_DEVICE u32 q_tile(i32 x) const { return shared + kAtQ + u32(x) % 2u * TileQ::kBytes; }
   CF_DEVICE u32 o_tile(i32 x) const { return shared + kAtO + u32(x) % 2u * TileO::kBytes; }
@@ -76,27 +78,25 @@ struct Backward {
   }
   CF_DEVICE u32 row_numbers(i32 x, i32 which) const { return shared + kAtRows + (x % 2 * 2 + which) * kBlockQ * 4; }
 
-  CF_DEVICE Pass pass_of(const Item& item) const {
+  CF_DEVICE void begin_pass(const Item& item) const {
     const Visibility sight = visibility_of(p, item);
     const Interval rows = sight.rows_of_some(block_col, block_col + kBlockKV);
     const bool any = rows.start < rows.stop;
     const i32 first_row = rows.start / kBlockQ * kBlockQ, last_row = any ? rows.stop : first_row;
-    return {item, sight, first_row, last_row, sight.rows_of_all(col, col + kPairRows)};
+    pass = {item, sight, first_row, last_row};
   }
 
-  CF_DEVICE void load_keys(const Pass& pass) const {
+  CF_DEVICE void load_keys() const {
     const ElementRows k = rows_of<const Element>(p.call.k, p.k, pass.item, kv_head);
     const ElementRows v = rows_of<const Element>(p.call.v, p.v, pass.item, kv_head);
     load_tile<TileK>(shared, k, block_col, pass.sight.kv_length, p.head_dim, thread_index());
     load_tile<TileV>(shared + kAtV, v, block_col, pass.sight.kv_length, p.head_dim_v, thread_index());
   }
 
-  CF_DEVICE void load_queries(const Pass& pass, const Cursor& at) {
+  CF_DEVICE void load_queries(const Cursor& at) {
     if (at.head >= (kv_head + 1) * group) return;
-    if (at.row == pass.first_row) {
-      q_rows = rows_of<const Element>(p.call.q, p.q, pass.item, at.head);
-      o_rows = rows_of<const Element>(p.call.dout, p.dout, pass.item, at.head);
-    }
+    const ElementRows q_rows = rows_of<const Element>(p.call.q, p.q, pass.item, at.head);
+    const ElementRows o_rows = rows_of<const Element>(p.call.dout, p.dout, pass.item, at.head);
     load_tile<TileQ>(q_tile(at.number), q_rows, at.row, pass.sight.q_length, p.head_dim, thread_index());
     load_tile<TileO>(o_tile(at.number), o_rows, at.row, pass.sight.q_length, p.head_dim_v, thread_index());
     const i32 i = at.row + i32(thread_index()) % kBlockQ, which = i32(thread_index()) / kBlockQ;
@@ -107,12 +107,12 @@ struct Backward {
   }
 
   // Waits for the tile at `now`, and starts copies of the one at `next`.
-  CF_DEVICE void next_tile(const Pass& pass, const Cursor& now, const Cursor& next) {
+  CF_DEVICE void next_tile(const Cursor& now, const Cursor& next) {
     const i32 which = i32(thread_index()) / kBlockQ;
     if (which < 2) st_shared_32(row_numbers(now.number, which) + thread_index() % kBlockQ * 4, bits_of(fetched));
     cp_async_wait_group<0>();
     block_barrier();        // the tile is there for everyone; nobody reads the one before any more
-    load_queries(pass, next);
+    load_queries(next);
     cp_async_commit_group();
   }
 
@@ -127,13 +127,13 @@ struct Backward {
   }
 
   // Pairs that positions and lengths forbid get 0; the step's queries begin at `row`.
-  CF_DEVICE void select(Scores& s, const Pass& pass, i32 row) const {
-    if (pass.whole.covers(row, smaller(row + kStep, pass.sight.q_length))) return;
+  CF_DEVICE void select(Scores& s, i32 row) const {
+    if (rows_of_all(pass.sight, col, col + kPairRows).covers(row, smaller(row + kStep, pass.sight.q_length))) return;
     RowBounds::of_key(pass.sight, col).select(s, row, 0.0f);
   }
 
   // What the first warp of a pair does with a step: weights into shared memory and into dv.
-  CF_DEVICE void give_weights(Accumulator& dv, const Pass& pass, const Cursor& at, i32 step_row, i32 number) const {
+  CF_DEVICE void give_weights(Accumulator& dv, const Cursor& at, i32 step_row, i32 number) const {
     const i32 head = at.head, x = at.number, row = at.row + step_row;
     const ScoreRules<true> rules{score_terms_of<float>(p, pass.item, head), pass.sight};
     Scores s, derivative;
@@ -158,7 +158,7 @@ struct Backward {
         }
       }
     }
-    select(s, pass, row);
+    select(s, row);
     Weighted given, kept;
     Scores sent;
     CF_UNROLL
@@ -199,7 +199,7 @@ struct Backward {
   }
 
   // What the second warp does: dA^T from them, into dk.
-  CF_DEVICE void take_weights(Accumulator& dk, const Pass& pass, const Cursor& at, i32 step_row, i32 number) const {
+  CF_DEVICE void take_weights(Accumulator& dk, const Cursor& at, i32 step_row, i32 number) const {
     const i32 x = at.number;
     Scores dp;
     multiply_keys<TileO, kHeadDimV>(dp, shared + kAtV, o_tile(x), read_o, step_row);
@@ -225,7 +225,7 @@ struct Backward {
         dp[u][w] = score_gradient(size, gain);
       }
     }
-    select(dp, pass, at.row + step_row);
+    select(dp, at.row + step_row);
     Weighted rounded;
     round_to(rounded, dp);
     multiply<TileQ, kStep>(dk, rounded, q_tile(x), sum_q, step_row);
@@ -236,21 +236,22 @@ struct Backward {
     i32 number = 0;
     CF_UNROLL_1
     for (u32 loop = 0; loop < points(p.loop); ++loop) {
-      const Pass pass = pass_of(item_at(p, own, loop));
+      block_barrier();      // nobody reads the pass, the keys and the tiles of the item before any more
+      if (thread_index() == 0) begin_pass(item_at(p, own, loop));
+      block_barrier();      // the pass is there
       if (pass.first_row == pass.last_row) continue;
-      block_barrier();      // nobody reads the keys and tiles of the item before any more
-      load_keys(pass);
+      load_keys();
       Cursor at{0, kv_head * group, pass.first_row}, next = at;
-      load_queries(pass, at);
+      load_queries(at);
       cp_async_commit_group();
       CF_UNROLL_1
       for (; at.head < (kv_head + 1) * group; at = next) {
         next.advance(pass);
-        next_tile(pass, at, next);
+        next_tile(at, next);
         CF_UNROLL_1
         for (i32 step_row = 0; step_row < kBlockQ; step_row += kStep, ++number) {
-          if (first_of_pair) give_weights(acc, pass, at, step_row, number);
-          else take_weights(acc, pass, at, step_row, number);
+          if (first_of_pair) give_weights(acc, at, step_row, number);
+          else take_weights(acc, at, step_row, number);
         }
       }
     }
@@ -272,8 +273,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_bac
   const TileWork work = tile_work(block_index(), ceil_div(p.seqlen_k, kBlockKV), 1, p.heads_kv, false);
   const i32 pair = i32(warp_index()) % kPairs, block_col = work.tile * kBlockKV, head = work.head;
   const bool first_of_pair = i32(warp_index()) < kPairs, accumulate = p.accumulate != 0;
-  Backward backward{p, head, p.heads_q / p.heads_kv, block_col, block_col + pair * kPairRows,
-                    tile_address(shared_address(&shared_storage<u8>())), pair};
+  u8* const storage = &shared_storage<u8>();
+  const u32 shared = tile_address(shared_address(storage));
+  Pass& pass = *reinterpret_cast<Pass*>(storage + (shared - shared_address(storage)) + kAtPass);
+  Backward backward{p, pass, head, p.heads_q / p.heads_kv, block_col, block_col + pair * kPairRows,
+                    shared, pair};
   Accumulator acc;
   clear(acc);
   backward.walk(acc, work.own, first_of_pair);

@@ -27,21 +27,22 @@ using Scores = float[kR][kC];
 // Offsets in shared memory.
 constexpr i32 kAtO = TileQ::kBytes, kAtK = kAtO + TileO::kBytes, kAtV = kAtK + 2 * TileK::kBytes;
 constexpr i32 kAtAddends = kAtV + 2 * TileV::kBytes, kAddendBytes = kMaskOrBias ? kWarpRows * Staging<kStep>::kRow * 4 : 0;
-constexpr i32 kUsedBytes = kAtAddends + kWarps * kAddendBytes;
+constexpr i32 kAtPass = kAtAddends + kWarps * kAddendBytes, kPassBytes = 256, kUsedBytes = kAtPass + kPassBytes;
 static_assert(kUsedBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
 
-// One batch item: where its keys lie and which of them the warp's queries see.
+// One batch item: where its keys lie and which of them the block's queries see. It lies in shared memory: registers are too
+// dear to hold it.
 struct Pass {
   Item item;
   ScoreRules<false> rules;
-  Dropper dropper;
   ElementRows k, v;
-  RowBounds bounds;
-  Interval block_keys, keys, whole;
+  Interval block_keys;
 };
+static_assert(sizeof(Pass) <= kPassBytes, "there is room");
 
 struct Backward {
   const Params& p;
+  Pass& pass;
   i32 head, block_row, row, tile_row;      // first query of the block, of the warp; its place in the tile
   u32 shared;
   Reader<TileQ, true> read_q{tile_row};
@@ -54,17 +55,15 @@ struct Backward {
   CF_DEVICE u32 k_tile(i32 tile) const { return shared + kAtK + u32(tile) % 2u * TileK::kBytes; }
   CF_DEVICE u32 v_tile(i32 tile) const { return shared + kAtV + u32(tile) % 2u * TileV::kBytes; }
 
-  CF_DEVICE Pass pass_of(const Item& item) const {
+  CF_DEVICE void begin_pass(u32 own, u32 loop) const {
     const i32 kv_head = head / (p.heads_q / p.heads_kv);
+    const Item item = item_at(p, own, loop);
     const ScoreRules<false> rules = score_rules_of<false>(p, item, head);
-    const Visibility& sight = rules.sight;
-    return {item, rules, dropper_of(p, item, head), rows_of<const Element>(p.call.k, p.k, item, kv_head),
-            rows_of<const Element>(p.call.v, p.v, item, kv_head), RowBounds::of_query(sight, row),
-            sight.keys_of_some(block_row, block_row + kBlockQ), sight.keys_of_some(row, row + kWarpRows),
-            sight.keys_of_all(row, smaller(row + kWarpRows, sight.q_length))};
+    pass = {item, rules, rows_of<const Element>(p.call.k, p.k, item, kv_head),
+            rows_of<const Element>(p.call.v, p.v, item, kv_head), rules.sight.keys_of_some(block_row, block_row + kBlockQ)};
   }
 
-  CF_DEVICE void load_queries(const Pass& pass) {
+  CF_DEVICE void load_queries() {
     const ElementRows q = rows_of<const Element>(p.call.q, p.q, pass.item, head);
     const ElementRows o = rows_of<const Element>(p.call.dout, p.dout, pass.item, head);
     const i32 q_length = pass.rules.sight.q_length;
@@ -79,17 +78,17 @@ struct Backward {
     }
   }
 
-  CF_DEVICE void load_keys(const Pass& pass, i32 tile) const {
+  CF_DEVICE void load_keys(i32 tile) const {
     if (tile * kBlockKV >= pass.block_keys.stop) return;
     const i32 kv_length = pass.rules.sight.kv_length;
     load_tile<TileK>(k_tile(tile), pass.k, tile * kBlockKV, kv_length, p.head_dim, thread_index());
     load_tile<TileV>(v_tile(tile), pass.v, tile * kBlockKV, kv_length, p.head_dim_v, thread_index());
   }
 
-  CF_DEVICE void next_tile(const Pass& pass, i32 tile) const {
+  CF_DEVICE void next_tile(i32 tile) const {
     cp_async_wait_group<0>();
     block_barrier();        // tile j is there for everyone; nobody reads tile j - 1 any more
-    load_keys(pass, tile + 1);
+    load_keys(tile + 1);
     cp_async_commit_group();
   }
 
@@ -104,7 +103,7 @@ struct Backward {
     multiply_by_transposed<TileB, TileB::kColCount>(acc, load, b, read_b, step_row, meanwhile);
   }
 
-  CF_DEVICE void step(const Pass& pass, i32 col) {
+  CF_DEVICE void step(i32 col, const Interval& whole) {
     const u32 staged = shared + kAtAddends + warp_index() * kAddendBytes;
     if constexpr (kMaskOrBias) {
       const AddendSource source{addends_of(p, pass.item, head), p.seqlen_q, p.seqlen_k};
@@ -116,16 +115,16 @@ struct Backward {
     if constexpr (!kPlainScores) pass.rules.scale(s, derivative, row, col, staged);
     const float factor = kPlainScores ? pass.rules.terms.scale * kLog2e : kLog2e;
     const auto weigh = [&](int k) {
-      constexpr int kParts = kHeadDimV / 16, kAll = kR * kC;
+      constexpr int kAll = kR * kC, kShare = ceil_div(kAll, kHeadDimV / 16);
       CF_UNROLL
-      for (int n = k * kAll / kParts; n < (k + 1) * kAll / kParts; ++n) {
-        float& x = s[n % kR][n / kR];
-        x = weight_from(x, factor, negative_lse[n % kR]);
+      for (int m = 0; m < kShare; ++m) {
+        const int n = k * kShare + m;
+        if (n < kAll) s[n % kR][n / kR] = weight_from(s[n % kR][n / kR], factor, negative_lse[n % kR]);
       }
     };
     multiply_queries(dp, shared + kAtO, read_o, v_tile(tile), read_v, step_row, weigh);
-    score_gradients(s, dp, delta, pass.dropper, dropout_scale<float>(p), row, col);
-    if (!pass.whole.covers(col, col + kStep)) pass.bounds.select(s, col, 0.0f);
+    score_gradients(s, dp, delta, dropper_of(p, pass.item, head), dropout_scale<float>(p), row, col);
+    if (!whole.covers(col, col + kStep)) RowBounds::of_query(pass.rules.sight, row).select(s, col, 0.0f);
     if (kSoftcapOrAlibi && p.call.slope_rows != nullptr) {
       CF_UNROLL
       for (int u = 0; u < kR; ++u) {
@@ -148,18 +147,22 @@ struct Backward {
   CF_DEVICE void walk(u32 own) {
     CF_UNROLL_1
     for (u32 loop = 0; loop < points(p.loop); ++loop) {
-      const Pass pass = pass_of(item_at(p, own, loop));
+      block_barrier();      // nobody reads the pass and the tiles of the item before any more
+      if (thread_index() == 0) begin_pass(own, loop);
+      block_barrier();      // the pass is there
+      const Visibility& sight = pass.rules.sight;
+      const Interval keys = sight.keys_of_some(row, row + kWarpRows);
+      const Interval whole = sight.keys_of_all(row, smaller(row + kWarpRows, sight.q_length));
       const i32 first = pass.block_keys.start / kBlockKV, last = ceil_div(pass.block_keys.stop, kBlockKV);
       if (first < last) {
-        block_barrier();    // nobody reads the tiles of the item before any more
-        load_queries(pass);
-        load_keys(pass, first);
+        load_queries();
+        load_keys(first);
         cp_async_commit_group();
       }
       CF_UNROLL_1
       for (i32 col = first * kBlockKV; col < last * kBlockKV; col += kStep) {
-        if (col % kBlockKV == 0) next_tile(pass, col / kBlockKV);
-        if (col + kStep > pass.keys.start && col < pass.keys.stop) step(pass, col);
+        if (col % kBlockKV == 0) next_tile(col / kBlockKV);
+        if (col + kStep > keys.start && col < keys.stop) step(col, whole);
       }
       store_slopes(pass.item);
     }
@@ -193,8 +196,10 @@ struct Backward {
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_backward_q(const Params p) {
   const TileWork work = tile_work(block_index(), ceil_div(p.seqlen_q, kBlockQ), 1, p.heads_q, p.call.right < kUnbounded);
   const i32 block_row = work.tile * kBlockQ, tile_row = i32(warp_index()) * kWarpRows;
-  const u32 shared = tile_address(shared_address(&shared_storage<u8>()));
-  Backward backward{p, work.head, block_row, block_row + tile_row, tile_row, shared};
+  u8* const storage = &shared_storage<u8>();
+  const u32 shared = tile_address(shared_address(storage));
+  Pass& pass = *reinterpret_cast<Pass*>(storage + (shared - shared_address(storage)) + kAtPass);
+  Backward backward{p, pass, work.head, block_row, block_row + tile_row, tile_row, shared};
   CF_UNROLL
   for (int u = 0; u < kR; ++u) backward.slope[u] = 0.0f;
   clear(backward.dq);
