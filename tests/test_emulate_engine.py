@@ -252,3 +252,37 @@ def test_kernels_with_words_that_are_not_emulated_are_refused():
 def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="mode must be one of plain, checked, sanitized, got 'fast'"):
         Machine("fast")
+
+
+TURNS = """#include "core/block.cuh"
+#include "core/ptx_sm80.cuh"
+#include "core/warp.cuh"
+struct Record { u32* counts; float* sums; };
+extern "C" __global__ void toy(const Record p) {
+  const u32 me = u32(shuffle(thread_index() == 0 ? float(increment(p.counts)) : 0.0f, 0));
+  if (thread_index() == 0) wait_for_count(p.counts + 1, me);
+  warp_barrier();
+  float* to = p.sums + 4 * thread_index();
+  if (me == 0) st_global_x4(to, 1.0f, 2.0f, 3.0f, 4.0f);
+  else red_add_x4(to, float(me), 0.0f, 0.0f, load_relaxed(p.counts + 1) == me ? 1.0f : 0.0f);
+  warp_barrier();
+  if (thread_index() == 0) red_release_increment(p.counts + 1);
+}
+"""
+
+
+@pytest.mark.parametrize(("seed", "workers"), [(0, 1), (1, 1), (2, 3), (3, 8)])
+def test_blocks_take_turns(seed, workers):
+    counts, sums = np.zeros(2, np.uint32), np.full((32, 4), np.nan, np.float32)
+    run(
+        TURNS,
+        threads=32,
+        blocks=7,
+        seed=seed,
+        workers=workers,
+        writes=("counts", "sums"),
+        counts=counts,
+        sums=sums,
+    )
+    assert counts.tolist() == [7, 7]
+    np.testing.assert_array_equal(sums, np.tile(np.float32([1 + 21, 2, 3, 4 + 6]), (32, 1)))
