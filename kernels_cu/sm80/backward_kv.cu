@@ -128,7 +128,7 @@ struct Backward {
 
   // Pairs that positions and lengths forbid get 0; the step's queries begin at `row`.
   CF_DEVICE void select(Scores& s, i32 row) const {
-    if (rows_of_all(pass.sight, col, col + kPairRows).covers(row, smaller(row + kStep, pass.sight.q_length))) return;
+    if (pass.sight.rows_of_all(col, col + kPairRows).covers(row, smaller(row + kStep, pass.sight.q_length))) return;
     RowBounds::of_key(pass.sight, col).select(s, row, 0.0f);
   }
 
