@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import test_emulate
 from emulated import needs_compiler, vjp_on
-from support import BFLOAT16, assert_same, check, qkv
+from support import BFLOAT16, assert_same, check, normal, qkv
 
 import cupyflash
 from cupyflash.cuda import configs, sm80
@@ -148,3 +148,27 @@ def test_gradients_of_what_a_batch_shares(shared):
     machine = Machine(compute_capability=80)
     check(*arrays, via=vjp_on(machine), causal="bottom_right")
     assert "backward" in {config.kernel for config in machine.launched}
+
+
+RNG = np.random.default_rng(0)
+FEW_QUERIES = {
+    "mask": {"mask": RNG.random((2, 1, 2, 1200)) < 0.5},
+    "bias": {"bias": normal(np, (4, 2, 1200), BFLOAT16, 3)},
+    "softcap": {"softcap": 4.0},
+    "alibi": {"alibi_slopes": normal(np, (4,), np.float32, 4), "query_offset": 900},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 5, "dropout_origin": (1, 3, 5)},
+    "window": {"window": (700, 30), "query_offset": 900},
+    "lengths": {"q_lengths": np.array([2, 1]), "kv_lengths": np.array([1200, 333])},
+    "sinks": {"sinks": normal(np, (2, 4), np.float32, 6)},
+}
+FEW_QUERIES["all"] = {name: x for given in FEW_QUERIES.values() for name, x in given.items()}
+FEW_QUERIES["negative scale"] = {"scale": -0.3}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", FEW_QUERIES)
+def test_few_queries_with_every_option(name):
+    machine = Machine(compute_capability=80)
+    arrays = qkv(np, 2, 4, 2, 1200, 40, 24, heads_kv=2, dtype=BFLOAT16)
+    check(*arrays, via=vjp_on(machine), backward=False, **FEW_QUERIES[name])
+    assert [config.kernel for config in machine.launched] == ["decode", "combine"]
