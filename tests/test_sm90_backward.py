@@ -123,7 +123,7 @@ def test_unordered_sums_begin_at_zero():
 
 
 def test_heads_are_walked_side_by_side_while_their_queries_fit_the_cache():
-    def packed(rows, heads, heads_kv):
+    def packed(rows, heads, heads_kv, right=params.UNBOUNDED):
         [launch] = [
             launch
             for kernel, launch in launches(
@@ -133,12 +133,17 @@ def test_heads_are_walked_side_by_side_while_their_queries_fit_the_cache():
         ]
         numbers = [0.0] * len(params.NUMBERS)
         numbers[params.NUMBERS.index("scale")] = 0.5
+        numbers[params.NUMBERS.index("right")] = right
         _, record = launch.extras.arguments([8] * len(params.ADDRESSES), numbers, 0)
         return struct.unpack("=2f7i", record.tobytes())
 
     assert packed(100, 8, 2) == (0.5, np.float32(0.5) * np.float32(np.log2(np.e)), 6, 3, 2, 2, 4, 0, 1)
     assert packed(16384, 16, 16)[5] == 3  # 32 MB hold 3 heads of 8 MB
     assert packed(2**20, 16, 16)[5] == 1
+    assert (
+        packed(2**20, 16, 16, right=0)[5] == 16
+    )  # under a causal mask blocks of one head wait for one another
+    assert packed(64, 96, 96, right=0)[5] == 64
 
 
 @pytest.mark.parametrize(

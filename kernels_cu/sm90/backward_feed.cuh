@@ -27,7 +27,7 @@ struct Control {
   alignas(16) float lse_log2[kStages][2 * kBlockQ];      // of a query tile; behind them delta - dlse
   float zeros[kBlockQ];
   float slope_parts[4 * kConsumers];     // of the warps
-  Ring<2> scheduled, produced, ushered, turns;             // work; here, because those who feed have few registers
+  Ring<2> scheduled, produced, ushered, turns;      // here, because those who feed have few registers
   Turn turn[2];
   Work work[2];
 

@@ -199,7 +199,8 @@ CF_DEVICE void remove_dropped(Operand& weights) {
   }
 }
 
-// dA of a tile from its weights, dP in dp, and delta of its queries (at `from`, if not loaded early). `edge`: some key is not seen by some query.
+// dA of a tile from its weights, dP in dp, and delta of its queries (at `from`, if not loaded early). `edge`: some key is
+// not seen by some query.
 template <class Weight>
 CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, const Operand& derivative, const Place& at, bool edge,
                             RowNumbers& delta, u32 from, float& slope_sum, i32 thread) {
