@@ -71,18 +71,18 @@ def peers() -> str:
         [
             row["mode"],
             str(row["D"]),
+            str(row["N"]),
             "yes" if row["causal"] else "no",
             *(f"{row['tflops'][name]:.0f}" if name in row["tflops"] else "" for name in names),
         ]
         for row in report["rows"]
     ]
-    first = report["rows"][0]
     note = (
         f"{report['device']}, CuPy {report['cupy']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, "
-        f"{report['date']}; batch x heads x head dim is {first['B']} x 2048, length {first['N']}; TFLOP/s (causal "
-        "halved, backward x 2.5), flash is FlashAttention-2."
+        f"{report['date']}; 16384 tokens in all, heads x head dim 2048; TFLOP/s (causal halved, backward x 2.5), flash "
+        "is FlashAttention-2."
     )
-    return note + "\n\n" + table(["pass", "head dim", "causal", *names], rows)
+    return note + "\n\n" + table(["pass", "head dim", "length", "causal", *names], rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "gpu": gpu, "peers": peers}

@@ -12,7 +12,7 @@ from support import NEG_INF, assert_same, check, qkv, wide
 
 import cupyflash
 from cupyflash import reference, testing
-from cupyflash.cuda import configs
+from cupyflash.cuda import configs, families
 from cupyflash.cuda.emulate import Machine
 
 SM90 = 90
@@ -21,6 +21,12 @@ OPTIONS = {
     name: given for name, given in test_emulate.cases(64, 64, np.float32).items() if name != "everything"
 }
 PAIRS = list(itertools.combinations_with_replacement(OPTIONS, 2))
+
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch):
+    """The family runs only when it is asked for."""
+    monkeypatch.setattr(families, "FORCED", "sm80_wide")
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -40,23 +46,26 @@ def plan_of(dtype=np.float32, d=64, arch=SM90, **options):
     return cupyflash.plan(*qkv(np, m=8, d=d, dtype=dtype), arch=arch, **options)
 
 
-def test_which_family_runs_what():
-    assert plan_of().family == plan_of(precision="tf32x3").family == "sm80_wide"
-    assert plan_of(precision="ieee").family == plan_of(arch=75).family == "simt"
-    assert plan_of(d=129).family == "simt"
-    assert plan_of(arch=120).family == plan_of(arch=89).family == "sm80_wide"
+def test_which_family_runs_what(monkeypatch):
+    monkeypatch.setattr(families, "FORCED", None)
+    assert plan_of().family == plan_of(precision="ieee").family == plan_of(np.float64).family == "simt"
+    assert ("sm80_wide", "runs only when asked for, by its name or by precision=") in plan_of().passed_over
+    for arch in (80, 86, 90, 120):
+        assert plan_of(precision="tf32x3", arch=arch).family == "sm80_wide"
     assert "tf32" in plan_of(precision="tf32").config.split()
-    assert "tf32" not in plan_of().config.split()
-    with pytest.raises(ValueError, match="not tf32"):
-        plan_of(precision="tf32", arch=75)
+    assert "tf32" not in plan_of(precision="tf32x3").config.split()
+    for precision, refused in (("tf32", {"arch": 75}), ("tf32x3", {"d": 129})):
+        with pytest.raises(ValueError, match=f"not {precision}"):
+            plan_of(precision=precision, **refused)
 
 
-@pytest.mark.parametrize(
-    ("arch", "family"),
-    [(80, "sm80_wide"), (86, "simt"), (89, "simt"), (90, "sm80_wide"), (100, "sm80_wide"), (120, "simt")],
-)
-def test_doubles_go_where_tensor_cores_are_fast_at_them(arch, family):
-    assert plan_of(np.float64, arch=arch).family == family
+@pytest.mark.parametrize("arch", [80, 86, 89, 90, 100, 120])
+def test_doubles_go_where_tensor_cores_are_fast_at_them(arch):
+    if arch in (80, 90, 100):
+        assert plan_of(np.float64, arch=arch).family == "sm80_wide"
+    else:
+        with pytest.raises(ValueError, match="takes float64 where tensor cores are fast at it"):
+            plan_of(np.float64, arch=arch)
 
 
 DECAY = """#include "attn/decay.cuh"
@@ -152,7 +161,8 @@ def test_the_same_bits_in_every_order(name, dtype):
 
 @needs_compiler
 @pytest.mark.parametrize("size", [1, 12, 120], ids=["ordinary", "scores of 50", "scores of 500"])
-def test_three_products_of_tf32_are_as_exact_as_float32(size):
+def test_three_products_of_tf32_are_as_exact_as_float32(size, monkeypatch):
+    monkeypatch.setattr(families, "FORCED", None)
     q, k, v = qkv(np, 1, 1, 64, 512, 64)
     q = q * np.float32(size)
     exact, plain = reference.attention(q, k, v), testing.plain(q, k, v)

@@ -8,17 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import simt, sm80, sm80_wide, sm90, sm90_backward, sm90_wide, source
+from . import simt, sm80, sm80_wide, sm90, sm90_backward, source
 from .families import FAMILIES, family_of
 
-Geometry = (
-    simt.Geometry
-    | sm80.Geometry
-    | sm80_wide.Geometry
-    | sm90.Geometry
-    | sm90_backward.Geometry
-    | sm90_wide.Geometry
-)
+Geometry = simt.Geometry | sm80.Geometry | sm80_wide.Geometry | sm90.Geometry | sm90_backward.Geometry
 
 # The options that are compile-time, as in Config.options: what changes the inner loop. Everything else (positions,
 # lengths, sinks, the exact head dims, strides) is run-time.
@@ -43,13 +36,11 @@ PREPOST_KERNELS = (
     "finish_queries",
     "clear_sums",
 )
-OWN_PREPOST_KERNELS = {"sm90_wide": ("split",)}  # likewise, of one family
 PREPOST_THREADS = 256
 ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 # By family -> geometries. Keys: (kernel, bytes of the score type), also with the options, also with the architecture.
 TABLES: dict[str, dict[Any, tuple[Any, ...]]] = {
     "sm90": sm90.TABLE | sm90_backward.TABLE,
-    "sm90_wide": sm90_wide.TABLE,
     "sm80": sm80.TABLE,
     "sm80_wide": sm80_wide.TABLE,
     "simt": simt.TABLE,
@@ -130,7 +121,7 @@ class Config:
             lines += [_constant(name, value) for name, value in constants.items()]
         elif self.kernel == "finish_queries":
             lines.append(_constant("kSharedBytes", self.shared_bytes))
-        if isinstance(self.geometry, sm90.Geometry | sm90_backward.Geometry | sm90_wide.Geometry):
+        if isinstance(self.geometry, sm90.Geometry | sm90_backward.Geometry):
             lines.append(self.geometry.wrappers(self.dtype))
         return "\n".join(lines)
 
@@ -173,8 +164,6 @@ def choose(
     """
     if kernel in PREPOST_KERNELS:
         return Config(PREPOST, kernel, dtype)
-    if kernel in OWN_PREPOST_KERNELS.get(family, ()):
-        return Config(family, kernel, dtype)
     key = (kernel, 8 if dtype == "float64" else 4)
     table = TABLES[family]
     rows = table.get((*key, options, _known(cc))) or table.get((*key, options)) or table.get(key, ())
@@ -224,7 +213,7 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
             continue
         buckets = {(row.head_dim, row.head_dim_v) for rows in TABLES[family.name].values() for row in rows}
         wider = [] if family.most_head_dim else [(WIDER_THAN_ANY, WIDER_THAN_ANY)]
-        kernels = (*kernels_of(family.name), *PREPOST_KERNELS, *OWN_PREPOST_KERNELS.get(family.name, ()))
+        kernels = (*kernels_of(family.name), *PREPOST_KERNELS)
         dtypes = [dtype for dtype in family.dtypes if family.takes(dtype, one)]
         for dtype, kernel in itertools.product(dtypes, kernels):
             for dims, options in itertools.product([*sorted(buckets), *wider], bits):

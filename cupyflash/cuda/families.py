@@ -44,8 +44,8 @@ class Family:
         Whether it has a backward.
     lead_axes : int
         How many leading axes that do not merge it takes in place.
-    least_queries : int
-        The smallest number of queries that it takes.
+    on_request : bool
+        Whether it takes only calls that ask for it, by its name or by one of its precisions.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Family:
     float64_on: tuple[int, ...] = ()
     backward: bool = True
     lead_axes: int = LEAD_AXES
-    least_queries: int = 0
+    on_request: bool = False
 
     def arch(self, cc: int) -> str:
         """The architecture to compile for, as in sm_<arch>."""
@@ -82,8 +82,6 @@ class Family:
             return (
                 f"takes head dims up to {self.most_head_dim}, got {problem.head_dim} and {problem.head_dim_v}"
             )
-        if problem.seqlen_q < self.least_queries:
-            return f"leaves fewer than {self.least_queries} queries to families that prepare less"
         if self.arch_suffix and problem.head_dim_v == 0:
             return "takes no values of no columns"
         if self.arch_suffix and (reason := too_old_for_suffixes()):
@@ -109,18 +107,6 @@ FAMILIES = (
         lead_axes=2,
     ),
     Family(
-        name="sm90_wide",
-        least_cc=90,
-        most_cc=90,
-        arch_suffix="a",
-        dtypes=("float32",),
-        most_head_dim=128,
-        precisions=("tf32x3",),
-        backward=False,
-        lead_axes=2,
-        least_queries=256,
-    ),
-    Family(
         name="sm80",
         least_cc=80,
         most_cc=999,
@@ -138,6 +124,7 @@ FAMILIES = (
         most_head_dim=128,
         precisions=("tf32x3", "tf32"),
         float64_on=(80, 90, 100),
+        on_request=True,
     ),
     Family(
         name="simt",
@@ -177,6 +164,8 @@ def choose_family(
     passed_over: list[tuple[str, str]] = []
     for family in FAMILIES:
         reason = family.refusal(problem, cc, backward)
+        if reason is None and family.on_request and problem.precision is None:
+            reason = "runs only when asked for, by its name or by precision="
         if reason is None and family.name == "sm90" and runs_of_keys(problem) > 1:
             reason = "leaves few queries with many keys to the sm80 family, which cuts the keys into runs"
         if reason is None:
