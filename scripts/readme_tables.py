@@ -79,8 +79,8 @@ def peers() -> str:
     ]
     note = (
         f"{report['device']}, CuPy {report['cupy']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, "
-        f"{report['date']}; 16384 tokens in all, heads x head dim 2048; TFLOP/s (causal halved, backward x 2.5), flash "
-        "is FlashAttention-2."
+        f"{report['date']}; 16384 tokens in all, heads x head dim 2048; TFLOP/s (causal halved, backward x 2.5), "
+        "flash is FlashAttention-2."
     )
     return note + "\n\n" + table(["pass", "head dim", "length", "causal", *names], rows)
 

@@ -78,7 +78,7 @@ def operands(dtype, d, e):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize(("d", "e"), [(64, 64), (7, 5), (100, 128), (192, 128), (256, 256)])
-def test_every_option_and_pair_of_options_is_planned_here(dtype, d, e):
+def test_every_option_and_pair_but_those_with_slopes_is_planned_here(dtype, d, e):
     q, k, v = operands(dtype, d, e)
     for a, b in itertools.combinations_with_replacement(ONE_OPTION, 2):
         options = {**ONE_OPTION[a], **ONE_OPTION[b]}
@@ -86,10 +86,14 @@ def test_every_option_and_pair_of_options_is_planned_here(dtype, d, e):
             options.pop("query_offset", None)
         p = cupyflash.plan(q, k, v, arch=90, backward=True, **options)
         main = "backward" if max(d, e) <= 128 else "backward_wide"
-        bias, rows = "bias" in options, ("sinks" in options) + ("alibi_slopes" in options)
+        if "alibi_slopes" in options:
+            assert p.family == "sm80"
+            assert "gradients of ALiBi slopes" in dict(p.passed_over)["sm90"]
+            continue
+        bias = "bias" in options
         expected = ["row_stats", main, "finish_queries", *["backward_bias", "sum_partials"] * bias]
         assert p.family == "sm90", f"{a} with {b}: {p}"
-        assert list(p.kernels) == expected + ["sum_rows"] * rows, f"{a} with {b}: {p}"
+        assert list(p.kernels) == expected + ["sum_rows"] * ("sinks" in options), f"{a} with {b}: {p}"
 
 
 def test_no_keys_and_wider_head_dims_go_elsewhere():

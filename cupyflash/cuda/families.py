@@ -88,6 +88,8 @@ class Family:
             return reason
         if backward and not self.backward:
             return "has no backward"
+        if backward and self.name == "sm90" and problem.alibi_slopes is not None:
+            return "rounds weights before it sums them up, which gradients of ALiBi slopes do not bear"
         if self.arch_suffix and backward and problem.seqlen_k == 0:
             return "has no backward without keys"
         if problem.precision not in (None, *self.precisions):

@@ -127,7 +127,7 @@ DROPOUT = {
     "backward_wide": PLAIN["backward_wide"],
 }
 SHAPED = {
-    "backward": (Geometry(64, 128, 128, 2, False), Geometry(128, 64, 128, 2, False)),
+    "backward": (Geometry(64, 128, 128, 2, True), Geometry(128, 64, 128, 2, True)),
     "backward_wide": PLAIN["backward_wide"],
 }
 # (kernel, bytes of the score type, options) -> geometries.
