@@ -222,12 +222,13 @@ struct Consumer {
     for (i32 unseen = uniform(work.last - last); unseen > 0; --unseen) wait_v(), free_v();
     accumulated = false;
     n = last;
+    const bool guess = kOptimistic && !(kSoftcapOrAlibi && p.call.slopes != nullptr);      // ALiBi's scores rise
     first_step(s, weights, work, n < steady_from, n >= steady_to);
     --n;
     CF_UNROLL_1
     while (n >= work.first) {
       if constexpr (kOptimistic) {
-        if (n < steady_to && n >= steady_from) {
+        if (guess && n < steady_to && n >= steady_from) {
           CF_UNROLL_1
           do {
             optimistic_step(s, weights, work);
