@@ -12,9 +12,18 @@ import numpy as np
 DTYPE_NAMES = ("float16", "bfloat16", "float32", "float64")
 
 
+def loaded_cupy() -> Any:
+    """CuPy if something has imported it, once the thread that does so is done; else None."""
+    if "cupy" not in sys.modules:
+        return None
+    import cupy
+
+    return cupy
+
+
 def is_device(x: Any) -> bool:
     """Whether ``x`` is a CuPy array."""
-    cupy = sys.modules.get("cupy")
+    cupy = loaded_cupy()
     return cupy is not None and isinstance(x, cupy.ndarray)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -169,3 +171,17 @@ def test_all_configs_are_those_that_choose_returns():
     for arch, dtype, d, e in itertools.product(ARCHS, configs.ELEMENTS, dims, (1, 64, 257)):
         for kernel in configs.kernels_of("simt"):
             assert configs.choose("simt", kernel, dtype, d, e, bits[d % 8], arch) in known
+
+
+def test_threads_may_meet_while_cupy_is_imported():
+    """An import that another thread has begun is awaited, as in a pool whose first calls compile kernels."""
+    script = """
+from concurrent.futures import ThreadPoolExecutor
+import numpy as np, cupyflash
+x = np.broadcast_to(np.float32(0), (1, 1, 8, 64))
+with ThreadPoolExecutor(8) as pool:
+    found = pool.map(lambda _: cupyflash.compile_kernels(x, x, x, arch=75)[0].arch, range(8))
+    print(*set(found))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout.split()) == (0, ["75"]), done.stderr

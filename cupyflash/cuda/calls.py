@@ -8,7 +8,6 @@ way once are remembered, so nothing is accepted here that was not accepted there
 from __future__ import annotations
 
 import struct
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from inspect import signature
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from ..arrays import loaded_cupy
 from ..problem import Problem
 from . import sm90_launch
 from .families import Family, choose_family
@@ -56,7 +56,7 @@ def recall(q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool) ->
 
     ``options`` are all keywords of `Problem.create`.
     """
-    cupy = sys.modules.get("cupy")
+    cupy = loaded_cupy()
     if cupy is None or not (type(q) is type(k) is type(v) is cupy.ndarray):
         return None, None
     values, random = _values(options), [0, 0]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-import sys
 from types import ModuleType
+
+from ..arrays import loaded_cupy
 
 LEAST_CUPY = 14
 LEAST_NVRTC_FOR_SUFFIXES = (12, 9)  # older ones refuse the second -arch that CuPy adds
@@ -69,7 +70,7 @@ def capturing(cupy: ModuleType) -> bool:
 
 def too_old_for_suffixes() -> str | None:
     """Why NVRTC cannot compile for sm_90a and the like; None where it can, or where CuPy is not loaded."""
-    cupy = sys.modules.get("cupy")
+    cupy = loaded_cupy()
     if cupy is None or (version := tuple(cupy.cuda.nvrtc.getVersion())) >= LEAST_NVRTC_FOR_SUFFIXES:
         return None
     least, found = (".".join(map(str, x)) for x in (LEAST_NVRTC_FOR_SUFFIXES, version))
