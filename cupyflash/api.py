@@ -89,8 +89,8 @@ def attention(
     dropout_origin : (t0, i0, j0)
         What to add to the score matrix's, row's and column's numbers: a shard's place in a larger problem.
     precision : {"ieee", "tf32x3", "tf32"}, optional
-        For float32: FMA; three TF32 products or another split as exact; one TF32 product (only when asked for).
-        Default: "tf32x3" on tensor cores, else "ieee". The CPU takes all and computes "ieee".
+        For float32: FMA; three TF32 products, as exact on finite numbers; one TF32 product. Default: "ieee". The CPU
+        takes all and computes "ieee".
     deterministic : bool
         The same bits from run to run (default). False allows faster unordered sums.
     return_lse : bool
