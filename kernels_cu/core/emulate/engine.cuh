@@ -15,7 +15,7 @@
 namespace emulate {
 
 struct Thread { u32 index, block; };                    // its number in the block, the block's in the grid
-extern __attribute__((tls_model("initial-exec"))) __thread Thread* self;      // the fiber that runs now
+extern __thread Thread* self;      // the fiber that runs now
 
 struct Site { const char *word, *file; int line; };     // a call of a collective
 
