@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+
 import numpy as np
 import pytest
-from emulated import needs_compiler, run
+from emulated import KERNEL, assembled, needs_compiler, run
 
 from cupyflash.cuda.emulate import BuildError, EmulationError, Machine
+from cupyflash.cuda.emulate.build import build
 
 pytestmark = needs_compiler
 
@@ -286,3 +290,16 @@ def test_blocks_take_turns(seed, workers):
     )
     assert counts.tolist() == [7, 7]
     np.testing.assert_array_equal(sums, np.tile(np.float32([1 + 21, 2, 3, 4 + 6]), (32, 1)))
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf, which comes with g++ mostly")
+def test_any_number_of_kernels_may_be_loaded():
+    """None takes from the process's static thread-local storage, which some two hundred would use up."""
+    dynamic = subprocess.run(
+        ["readelf", "-d", str(build(assembled(SUMS), KERNEL, "plain"))],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "SONAME" in dynamic or "NEEDED" in dynamic
+    assert "STATIC_TLS" not in dynamic
