@@ -10,7 +10,7 @@ from emulated import needs_compiler, vjp_on
 from support import check, normal, qkv
 
 from cupyflash import dropout_mask
-from cupyflash.cuda import configs, recipe, source
+from cupyflash.cuda import backward_recipe, configs, source
 from cupyflash.cuda.emulate import EmulationError, Machine
 
 pytestmark = needs_compiler
@@ -216,9 +216,10 @@ def run_all(machine, problems):
 )
 def test_no_barrier_can_go(file, line, monkeypatch):
     """Without any one barrier there is a race: else the check would be blind, or the barrier idle."""
-    monkeypatch.setattr(recipe, "BIAS_BLOCKS", 1)  # an owner of a bias gradient walks over all its tiles
-    recipe.backward_recipe.cache_clear()
+    # An owner of a bias gradient walks over all its tiles.
+    monkeypatch.setattr(backward_recipe, "BIAS_BLOCKS", 1)
+    backward_recipe.backward_recipe.cache_clear()
     machine = Machine(compute_capability=PORTABLE, edit=without_line(file, line))
     with pytest.raises(EmulationError, match="a race"):
         run_all(machine, barrier_problems())
-    recipe.backward_recipe.cache_clear()
+    backward_recipe.backward_recipe.cache_clear()

@@ -11,7 +11,7 @@ from support import DTYPES
 from test_sm90 import ONE_OPTION, OPTIONS, faults, strided
 
 import cupyflash
-from cupyflash.cuda import configs, module, params, sm90_backward, sm90_launch
+from cupyflash.cuda import backward_rows, configs, module, params, sm90_backward, sm90_launch
 from cupyflash.cuda.plan import planned
 from cupyflash.problem import Problem
 
@@ -58,7 +58,7 @@ def test_the_launch_record_is_the_cuda_struct_byte_for_byte():
     ]
     constants = {"kRowUnit": "ROW_UNIT", "kRowBlock": "ROW_BLOCK", "kTickets": "TICKETS"}
     lines += [
-        f"static_assert({name} == {getattr(sm90_backward, value)});" for name, value in constants.items()
+        f"static_assert({name} == {getattr(backward_rows, value)});" for name, value in constants.items()
     ]
     program = nvrtc.createProgram(config(64).source() + "\n".join(lines), "kernel.cu", (), ())
     try:
@@ -130,7 +130,7 @@ def test_unordered_sums_begin_at_zero():
     recipe = planned(Problem.create(x, x, x, deterministic=False), True, None, 90)[0]
     kernels = [launch.config.kernel for launch in recipe.launches]
     assert kernels == ["row_stats", "clear_sums", "backward", "finish_queries"]
-    assert recipe.launches[1].grid == 2 * 4 * 128 // sm90_backward.ROW_BLOCK
+    assert recipe.launches[1].grid == 2 * 4 * 128 // backward_rows.ROW_BLOCK
     assert recipe.launches[2].extras.queries == sm90_backward.IN_ANY_ORDER
 
 

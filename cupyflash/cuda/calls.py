@@ -245,11 +245,10 @@ class _Call:
 
 def _units(problem: Problem, family: Family) -> tuple[int, int, int]:
     """What the addresses of q, k and v, of the mask and of the bias must be multiples of."""
-    itemsize = problem.dtype.itemsize
     if not family.arch_suffix:
-        return itemsize, 1, 1
+        return problem.dtype.itemsize, 1, 1
     bias = problem.bias
-    return ALIGNMENT if itemsize == 2 else itemsize, 2, 1 if bias is None else 2 * bias.dtype.itemsize
+    return ALIGNMENT, 2, 1 if bias is None else 2 * bias.dtype.itemsize
 
 
 def _made(layout: Layout, skip: int) -> tuple[Any, ...]:

@@ -40,8 +40,8 @@ class Family:
         For float32: what it computes, its default first.
     float64_on : tuple of int
         The compute capabilities on which it takes float64; empty is all that it runs on.
-    backward : bool
-        Whether it has a backward.
+    slope_gradients : bool
+        Whether its backward gives gradients of ALiBi slopes within the error bound.
     lead_axes : int
         How many leading axes that do not merge it takes in place.
     on_request : bool
@@ -56,7 +56,7 @@ class Family:
     most_head_dim: int
     precisions: tuple[str, ...]
     float64_on: tuple[int, ...] = ()
-    backward: bool = True
+    slope_gradients: bool = True
     lead_axes: int = LEAD_AXES
     on_request: bool = False
 
@@ -86,9 +86,7 @@ class Family:
             return "takes no values of no columns"
         if self.arch_suffix and (reason := too_old_for_suffixes()):
             return reason
-        if backward and not self.backward:
-            return "has no backward"
-        if backward and self.name == "sm90" and problem.alibi_slopes is not None:
+        if backward and not self.slope_gradients and problem.alibi_slopes is not None:
             return "rounds weights before it sums them up, which gradients of ALiBi slopes do not bear"
         if self.arch_suffix and backward and problem.seqlen_k == 0:
             return "has no backward without keys"
@@ -106,6 +104,7 @@ FAMILIES = (
         dtypes=("float16", "bfloat16"),
         most_head_dim=256,
         precisions=(),
+        slope_gradients=False,
         lead_axes=2,
     ),
     Family(

@@ -10,12 +10,13 @@ import numpy as np
 from ..arrays import empty_in_order
 from ..problem import GRADIENT_NAMES, Gradients, Problem
 from ..request import BackwardRequest
+from .backward_recipe import backward_recipe
 from .families import choose_family
 from .flatten import flat_backward, flat_forward
 from .machine import gpu
 from .operands import GRADIENTS, layouts, numbers, tensors
 from .params import ADDRESSES, CALL_BYTES, Layout, lead_axes, pack_call
-from .recipe import Recipe, Sizes, backward_recipe, forward_recipe
+from .recipe import Recipe, Sizes, forward_recipe
 from .sm90_launch import readable
 
 
@@ -127,8 +128,7 @@ def run(recipe: Recipe, machine: Any, addresses: dict[str, int], values: Iterabl
         record = np.void(pack_call(seen, values) + launch.record[CALL_BYTES:])
         config, grid, arguments = launch.config, launch.grid, [record]
         if launch.extras is not None:
-            if launch.extras.resident:
-                grid = min(grid, machine.multiprocessors)
+            grid = min(grid, machine.multiprocessors)  # blocks stay
             arguments += launch.extras.arguments(seen, values, machine.counter())
         kernel.function((grid,), (config.threads,), tuple(arguments), config.shared_bytes)
 

@@ -35,9 +35,7 @@ NUMBERS = tuple(name for name, _ in _NUMBERS)
 _CALL = struct.Struct(f"={len(ADDRESSES)}Q" + "".join(code for _, code in _NUMBERS))
 CALL_BYTES = _CALL.size
 
-MATRICES = (
-    *("q", "k", "v", "out", "lse", "mask", "bias", "dout", "dlse", "delta", "dq", "dk", "dv", "dbias"),
-)
+MATRICES = ("q", "k", "v", "out", "lse", "mask", "bias", "dout", "dlse", "delta", "dq", "dk", "dv", "dbias")
 VECTORS = ("sinks", "slopes", "dsinks", "dslopes")
 INTEGERS = ("q_length", "kv_length", "query_offset", "dropout_t", "dropout_seed", "dropout_offset")
 _KINDS = ("out", "bias", "sinks", "slopes", "dq", "dk", "dv", "dbias", "dsinks", "dslopes")

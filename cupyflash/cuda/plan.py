@@ -10,13 +10,14 @@ from .. import cost
 from ..arrays import is_device
 from ..problem import GRADIENT_NAMES, Problem
 from . import module, sm90_launch
+from .backward_recipe import backward_recipe
 from .device import compute_capability, missing, require_cupy
 from .families import choose_family
 from .flatten import copied_bytes, flat_problem
 from .launch import fits
 from .operands import GRADIENTS, layout_bytes, layout_in_order, layouts, tensors
 from .params import Layout
-from .recipe import Recipe, Sizes, backward_recipe, forward_recipe
+from .recipe import Recipe, Sizes, forward_recipe
 
 
 def plan(

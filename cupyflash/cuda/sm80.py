@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .simt import ceil
+
 if TYPE_CHECKING:
     from .recipe import Sizes
 
@@ -15,7 +17,6 @@ Q_PASS_BYTES, KV_PASS_BYTES = 256, 128  # of a backward_q, of a backward_kv
 PASS_BYTES = 640  # what the threads of the one-kernel backward share besides tiles
 SMALL_HEAD_DIM = 64
 HELD_BYTES = 2**25
-ROW_UNIT, ROW_BLOCK, TICKETS = 128, 64, 4  # kernels_cu/attn/backward_rows.cuh
 HALF_SHARED = 113 * 1024  # shared memory of a block of which a multiprocessor with 227 KiB holds two
 
 
@@ -121,11 +122,6 @@ class Geometry(NamedTuple):
             held = size % FRAGMENT == 0 and size <= 256
             rules[f"{name} = {size} must be a multiple of {FRAGMENT} up to 256"] = held
         return [rule for rule, holds in rules.items() if not holds]
-
-
-def ceil(a: int, b: int) -> int:
-    """The quotient, rounded up."""
-    return -(-a // b)
 
 
 def _padded(head_dim: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
+from .simt import ceil
+
 if TYPE_CHECKING:
     from .recipe import Sizes
 
@@ -94,11 +96,6 @@ class Geometry(NamedTuple):
 
 
 SMALL_HEAD_DIM = 64
-
-
-def ceil(a: int, b: int) -> int:
-    """The quotient, rounded up."""
-    return -(-a // b)
 
 
 def _padded(head_dim: int, unit: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
+from .simt import ceil
 from .wgmma import wrapper
 
 if TYPE_CHECKING:
@@ -105,11 +106,6 @@ class Geometry(NamedTuple):
                 size % 8 == 0 and 24 <= size <= 256
             )
         return [rule for rule, holds in rules.items() if not holds]
-
-
-def ceil(a: int, b: int) -> int:
-    """The quotient, rounded up."""
-    return -(-a // b)
 
 
 def _row(

@@ -6,12 +6,13 @@ import dataclasses
 import itertools
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from .params import ADDRESSES, NUMBERS, UNBOUNDED, Layout
-from .sm90 import ALIGNMENT_BYTES, ceil
+from .simt import ceil
+from .sm90 import ALIGNMENT_BYTES
 from .tensormap import ALIGNMENT, MAP_BYTES, Form, takes
 from .wgmma import wrapper
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from .configs import Config
     from .recipe import Sizes
 
-ROW_UNIT, ROW_BLOCK, TICKETS = 128, 64, 4  # kernels_cu/attn/backward_rows.cuh
 # kernels_cu/sm90/backward_work.cuh: scale, unit, tiles, key_tiles, heads, side_by_side, group,
 # ticket, queries.
 _LAUNCH = struct.Struct("=2f7i")
@@ -143,17 +143,6 @@ def kernel_for(sizes: Sizes) -> str:
     return "backward" if max(sizes.head_dim, sizes.head_dim_v) <= 128 else "backward_wide"
 
 
-def padded_rows(sizes: Sizes) -> int:
-    """Rows of a head in the workspace."""
-    return ceil(sizes.seqlen_q, ROW_UNIT) * ROW_UNIT
-
-
-def workspace(sizes: Sizes, cols: int) -> dict[str, int]:
-    """Arrays of the workspace and their lengths in words of four bytes; sums have so many columns."""
-    rows = sizes.batch * sizes.heads_q * padded_rows(sizes)
-    return {"row_stats": 2 * rows, "dq_sums": rows * cols, "turns": TICKETS + rows // ROW_BLOCK}
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Extras:
     """The second and third argument of a launch, but for what each call brings."""
@@ -166,7 +155,6 @@ class Extras:
     ticket: int
     queries: int
     natural: bool  # scores are kept in natural units
-    resident: ClassVar[bool] = True  # blocks stay: a launch has no more than multiprocessors
 
     @classmethod
     def of(

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -45,7 +45,6 @@ class Extras:
     heads: int
     head_bytes: float  # keys and values for one query head
     natural: bool  # scores are kept in natural units
-    resident: ClassVar[bool] = True  # blocks stay: a launch has no more than multiprocessors
 
     @classmethod
     def of(cls, config: Config, sizes: Sizes, layouts: Mapping[str, Layout], record: np.ndarray) -> Extras:

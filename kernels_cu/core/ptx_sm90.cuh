@@ -133,8 +133,5 @@ CF_DEVICE float rcp_approx_ftz(float x) {
 CF_DEVICE void st_shared_f32x4(u32 to, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }
-CF_DEVICE void ld_shared_f32x4(float (&x)[4], u32 from) {
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-               : "r"(from) : "memory");
-}
+
 #endif

@@ -1,0 +1,244 @@
+"""What a backward launches: see `recipe`."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from . import backward_rows, sm80, sm90_backward
+from .configs import Config, shared_limit, unordered
+from .params import ADDRESSES, Layout, build_record
+from .recipe import Launch, Layouts, Recipe, Sizes, config_of
+from .simt import ceil
+
+BIAS_BLOCKS = 256  # a bias gradient summed by fewer owners than this is cut into parts
+ALIGNMENT = 256  # of arrays inside the workspace
+
+_LENGTHS = ("q_length", "kv_length", "query_offset")  # what every kernel reads
+_SCORES: tuple[str, ...] = ("q", "k", "v", "lse", "mask", "bias", "sinks", "slopes", *_LENGTHS)
+_SCORES += ("dropout_t", "dropout_seed", "dropout_offset")
+
+
+@functools.lru_cache(maxsize=4096)
+def backward_recipe(
+    family: str, cc: int, sizes: Sizes, layouts: Layouts, wrt: frozenset[str], accumulate: bool
+) -> Recipe:
+    """The backward: delta, then the kernels that own the gradients in ``wrt``, then sums over rows."""
+    kind = _HopperBackward if family == "sm90" else _Backward
+    return kind(family, cc, sizes, dict(layouts), wrt, accumulate).recipe()
+
+
+class _Backward:
+    """The launches of one backward, collected in order."""
+
+    def __init__(
+        self,
+        family: str,
+        cc: int,
+        sizes: Sizes,
+        layouts: dict[str, Layout],
+        wrt: Collection[str],
+        accumulate: bool,
+    ):
+        self.family, self.cc, self.sizes, self.layouts = family, cc, sizes, layouts
+        self.wrt, self.accumulate = wrt, accumulate
+        self.score_bytes = 8 if sizes.dtype == np.float64 else 4
+        self.launches: list[Launch] = []
+        self.workspace: list[tuple[str, int]] = []
+        self.workspace_bytes = 0
+
+    def recipe(self) -> Recipe:
+        if self.sizes.rows == 0:
+            return Recipe(())
+        if {"bias", "sinks"} & set(self.wrt) or not self._in_one_kernel():
+            self._reserve("row_delta", self.sizes.rows)
+        if "slopes" in self.wrt:
+            self._reserve("slope_rows", self.sizes.rows)
+        if self._in_one_kernel():
+            self._all_three()
+        else:
+            self._delta()
+            self._keys_and_values()
+            self._queries()
+        if "bias" in self.wrt:
+            self._bias()
+        for name in ("sinks", "slopes"):
+            if name in self.wrt:
+                self._rows_of(name)
+        return Recipe(tuple(self.launches), tuple(self.workspace), self.workspace_bytes)
+
+    def _reserve(self, name: str, elements: int) -> None:  # in units of the score dtype
+        self.workspace.append((name, self.workspace_bytes))
+        self.workspace_bytes += ceil(elements * self.score_bytes, ALIGNMENT) * ALIGNMENT
+
+    def _record(self, names: Collection[str], owner: str | None = None, splits: int = 1) -> np.ndarray:
+        layouts = {name: layout for name, layout in self.layouts.items() if name in names}
+        return build_record(self.sizes, layouts, owner=owner, splits=splits, accumulate=self.accumulate)
+
+    def _add(
+        self,
+        config: Config,
+        grid: int,
+        record: np.ndarray,
+        hidden: Collection[str] = (),
+        extras: sm90_backward.Extras | None = None,
+    ) -> None:
+        if grid:
+            indices = tuple(ADDRESSES.index(name) for name in hidden)
+            self.launches.append(Launch(config, grid, record.tobytes(), indices, extras))
+
+    def _delta(self) -> None:
+        config = config_of(self.family, "delta", self.cc, self.sizes)
+        record = self._record((*_LENGTHS, "out", "dout", "dlse", "delta"))
+        self._add(config, ceil(self.sizes.rows, config.threads // 32), record)
+
+    def _owners(self) -> list[list[str]]:
+        """The gradients of keys and values that one launch can own, launch by launch."""
+        wanted = [f"d{name}" for name in ("k", "v") if name in self.wrt]
+        together = len(wanted) == 2 and self._broadcast_axes("k") == self._broadcast_axes("v")
+        return [wanted] if together else [[name] for name in wanted]
+
+    def _keys_and_values(self) -> None:
+        for owners in self._owners():
+            config = config_of(self.family, "backward_kv", self.cc, self.sizes)
+            record = self._record((*_SCORES, "dout", *owners), owner=owners[0])
+            grid = config.geometry.blocks("backward_kv", self.sizes, _own(record))
+            self._add(config, grid, record, {"dk", "dv"}.difference(owners))
+
+    def _in_one_kernel(self) -> bool:
+        """Whether dq, dk and dv come from one kernel."""
+        s = self.sizes
+        if (
+            self.family != "sm80"
+            or "slopes" in self.wrt
+            or not sm80.in_one_kernel(max(s.head_dim, s.head_dim_v), s.options, shared_limit(self.cc))
+        ):
+            return False
+        return {"q", "k", "v"} <= set(self.wrt) and len(self._owners()) == 1
+
+    def _all_three(self) -> None:
+        s, config = self.sizes, config_of(self.family, "backward", self.cc, self.sizes)
+        if not s.deterministic:
+            config = unordered(config)
+        self._reserve_sums(config)
+        self._row_stats(config)
+        if not s.deterministic:
+            self._clear_sums(config)
+        record = self._record((*_SCORES, "dout", "dk", "dv"), owner="dk", splits=sm80.heads_together(s))
+        self._add(config, config.geometry.blocks("backward", s, _own(record)), record, {"dq"})
+        self._finish_queries(config)
+
+    def _reserve_sums(self, main: Any) -> None:
+        for name, words in backward_rows.workspace(self.sizes, main.geometry.head_dim).items():
+            self._reserve(name, words)
+
+    def _row_stats(self, main: Any) -> None:
+        config = config_of(self.family, "row_stats", self.cc, self.sizes)
+        names = (*_LENGTHS, "out", "lse", "dout", "dlse", "delta")
+        record = self._record(names, splits=main.geometry.block_q)
+        self._add(config, backward_rows.padded_rows(self.sizes) // backward_rows.ROW_UNIT, record)
+
+    def _clear_sums(self, main: Any) -> None:
+        config = config_of(self.family, "clear_sums", self.cc, self.sizes)
+        record = self._record(_LENGTHS, splits=main.geometry.head_dim)
+        self._add(config, backward_rows.padded_rows(self.sizes) // backward_rows.ROW_BLOCK, record)
+
+    def _finish_queries(self, main: Any) -> None:
+        config = config_of(self.family, "finish_queries", self.cc, self.sizes)
+        record = self._record((*_LENGTHS, "dq"), owner="dq", splits=main.geometry.head_dim)
+        blocks = ceil(self.sizes.seqlen_q, backward_rows.ROW_BLOCK)
+        self._add(config, _own(record) * self.sizes.heads_q * blocks, record)
+
+    def _broadcast_axes(self, name: str) -> list[bool]:
+        shape = self.layouts[name].shape[:-3]
+        missing = len(self.sizes.lead) - len(shape)
+        return [
+            axis < missing or (shape[axis - missing] == 1 < size) for axis, size in enumerate(self.sizes.lead)
+        ]
+
+    def _queries(self) -> None:
+        if not {"q", "slopes"} & set(self.wrt):
+            return
+        config = config_of(self.family, "backward_q", self.cc, self.sizes)
+        record = self._record((*_SCORES, "dout", "dq"), owner="dq" if "q" in self.wrt else None)
+        self._add(config, config.geometry.blocks("backward_q", self.sizes, _own(record)), record)
+
+    def _bias(self) -> None:
+        if not math.prod(self.layouts["dbias"].shape):
+            return
+        config = config_of(self.family, "backward_bias", self.cc, self.sizes)
+        names, s = (*_SCORES, "dout", "dbias"), self.sizes
+        record = self._record(names, owner="dbias")
+        row_tiles, col_tiles = (
+            ceil(s.seqlen_q, config.geometry.block_q),
+            ceil(s.seqlen_k, config.geometry.block_kv),
+        )
+        tiles = (row_tiles if record["own_rows"] else 1) * (col_tiles if record["own_cols"] else 1)
+        heads = s.heads_q if record["own_heads"] else 1
+        owners = _own(record) * heads * tiles
+        # Of the sizes of one item and head alone, so that the bits do not depend on the others beside them.
+        walked = math.prod(record["loop"].tolist()) * (s.heads_q // heads) * (row_tiles * col_tiles // tiles)
+        splits = max(1, min(walked, ceil(BIAS_BLOCKS, tiles)))
+        if splits > 1:
+            elements = math.prod(self.layouts["dbias"].shape)
+            self._reserve("partials", splits * elements)
+            record = self._record(names, owner="dbias", splits=splits)
+        self._add(config, owners * splits, record)
+        if splits > 1:
+            after = config_of(self.family, "sum_partials", self.cc, s)
+            self._add(after, ceil(elements, after.threads), record)
+
+    def _rows_of(self, name: str, parts: int = 0) -> None:
+        config = config_of(self.family, "sum_rows", self.cc, self.sizes)
+        record = self._record((*_LENGTHS, "sinks", "lse", f"d{name}"), owner=f"d{name}", splits=parts)
+        grid = _own(record) * (self.sizes.heads_q if record["own_heads"] else 1)
+        self._add(config, grid, record, ["dslopes" if name == "sinks" else "dsinks"])
+
+
+class _HopperBackward(_Backward):
+    """The same on Hopper: one kernel owns keys and values, and hands the gradients of queries on as sums."""
+
+    def recipe(self) -> Recipe:
+        if self.sizes.rows == 0:
+            return Recipe(())
+        kernel = sm90_backward.kernel_for(self.sizes)
+        config = config_of(self.family, kernel, self.cc, self.sizes)
+        self._reserve_sums(config)
+        key_tiles = ceil(self.sizes.seqlen_k, config.geometry.block_kv)
+        if {"bias", "sinks"} & set(self.wrt):
+            self._reserve("row_delta", self.sizes.rows)
+        if "slopes" in self.wrt:
+            self._reserve("slope_rows", self.sizes.batch * self.sizes.heads_q * max(1, key_tiles))
+        self._row_stats(config)
+        if "q" in self.wrt and not self.sizes.deterministic:
+            self._clear_sums(config)
+        if {"q", "k", "v", "slopes"} & set(self.wrt):
+            self._main(kernel, config)
+        if "q" in self.wrt:
+            self._finish_queries(config)
+        if "bias" in self.wrt:
+            self.family = "sm80"
+            self._bias()
+        if "sinks" in self.wrt:
+            self._rows_of("sinks")
+        if "slopes" in self.wrt:
+            self._rows_of("slopes", key_tiles)
+        return Recipe(tuple(self.launches), tuple(self.workspace), self.workspace_bytes)
+
+    def _main(self, kernel: str, config: Any) -> None:
+        order = sm90_backward.IN_TURN if self.sizes.deterministic else sm90_backward.IN_ANY_ORDER
+        for number, owners in enumerate(self._owners() or [[]]):
+            record = self._record((*_SCORES, "dout", *owners), owner=owners[0] if owners else None)
+            owned = _own(record)
+            queries = order if "q" in self.wrt and number == 0 else sm90_backward.NOT_WANTED
+            extras = sm90_backward.Extras.of(config, self.sizes, self.layouts, record, owned, number, queries)
+            grid = config.geometry.blocks(kernel, self.sizes, owned)
+            self._add(config, grid, record, {"dk", "dv"}.difference(owners), extras)
+
+
+def _own(record: np.ndarray) -> int:
+    return math.prod(record["own"].tolist())
