@@ -58,7 +58,8 @@ def gpu() -> str:
     shape = ", ".join(map(str, report["shape"]))
     note = (
         f"{report['device']}, CUDA driver {report['cuda_driver']}, CuPy {report['cupy']}, "
-        f"NVRTC {'.'.join(map(str, report['nvrtc']))}, {report['date']}; arrays ({shape}); `{report['command']}`."
+        f"NVRTC {'.'.join(map(str, report['nvrtc']))}, {report['date']}, commit {report['commit']}; arrays "
+        f"({shape}); `{report['command']}`."
     )
     return note + "\n\n" + table(["dtype", "pass", "cupyflash", "times as fast as plain CuPy"], rows)
 
@@ -79,13 +80,27 @@ def peers() -> str:
     ]
     note = (
         f"{report['device']}, CuPy {report['cupy']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, "
-        f"{report['date']}; 16384 tokens in all, heads x head dim 2048; TFLOP/s (causal halved, backward x 2.5), "
-        "flash is FlashAttention-2."
+        f"{report['date']}, commit {report['commit']}; 16384 tokens in all, heads x head dim 2048; TFLOP/s "
+        "(causal halved, backward x 2.5), flash is FlashAttention-2."
     )
     return note + "\n\n" + table(["pass", "head dim", "length", "causal", *names], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "gpu": gpu, "peers": peers}
+def order() -> str:
+    """The backward with dq in a fixed order and in any, each beside cuDNN in a run of its own."""
+    fixed, any_order = load("gpu_peers.json"), load("gpu_any_order.json")
+    rows = []
+    for row in any_order["rows"]:
+        cell = [row[name] for name in ("mode", "D", "N", "causal")]
+        [twin] = [x for x in fixed["rows"] if [x[name] for name in ("mode", "D", "N", "causal")] == cell]
+        shares = [x["tflops"]["cupyflash"] / x["tflops"]["cudnn"] for x in (twin, row)]
+        rows.append(
+            [str(row["D"]), str(row["N"]), "yes" if row["causal"] else "no", *(f"{x:.2f}" for x in shares)]
+        )
+    return table(["head dim", "length", "causal", "in a fixed order", "deterministic=False"], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "gpu": gpu, "peers": peers, "order": order}
 
 
 def main() -> None:
