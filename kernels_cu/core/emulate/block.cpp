@@ -12,10 +12,12 @@ constexpr u32 kPatience = 600000;               // 100 us each that a block whic
 
 Block::Block(const Launch& launch)
     : launch_(launch), stacks_(launch.threads), fibers_(launch.threads), warps_(launch.threads / 32) {
-  // Exactly as long as asked for, so that AddressSanitizer sees an access behind it.
-  void* memory = nullptr;
-  if (posix_memalign(&memory, kSharedAlignment, std::max<size_t>(launch.shared_bytes, 1)) != 0) throw std::bad_alloc();
-  shared_ = static_cast<char*>(memory);
+  // Between bytes that belong to no array when addresses are looked up in ranges; else exactly as long as asked for, so
+  // that AddressSanitizer sees an access behind it.
+  const size_t guard = launch.checked ? kSharedAlignment : 0;
+  const size_t bytes = std::max<size_t>(launch.shared_bytes, 1);
+  if (posix_memalign(&allocation_, kSharedAlignment, guard + bytes + guard) != 0) throw std::bad_alloc();
+  shared_ = static_cast<char*>(allocation_) + guard;
   for (u32 n = 0; n < launch.threads / 32; ++n) warp_order_.push_back(n);
   for (u32 n = 0; n < 32; ++n) lane_order_.push_back(n);
 }

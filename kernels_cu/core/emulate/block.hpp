@@ -68,7 +68,7 @@ struct Fiber : Thread {
 class Block {
  public:
   Block(const Launch& launch);
-  ~Block() { std::free(shared_); }
+  ~Block() { std::free(allocation_); }
   // Executes block `index` to its end; false: stopped by a fault, told in message().
   bool run(u32 index);
   const std::string& message() const { return message_; }
@@ -116,6 +116,7 @@ class Block {
   Random random_{0};
   Races races_;
   std::map<const void*, Clock> published_;
+  void* allocation_ = nullptr;
   char* shared_;
   u32 returned_ = 0;
   bool faulted_ = false;
