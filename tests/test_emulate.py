@@ -210,6 +210,25 @@ def test_bits_do_not_depend_on_strides(layout, dtype):
     assert_same((out, lse, gradients), plain)
 
 
+@pytest.mark.parametrize("compute_capability", [PORTABLE, 80])
+def test_results_that_vanish_have_the_same_sign_in_every_layout(compute_capability):
+    q, k, v = qkv(np, 1, 1, 20, 20, 40, dtype=BFLOAT16)
+    k, v = (x * BFLOAT16.type(1e-19) for x in (k, v))
+    options = {"sinks": np.asarray([86.0], np.float32), "query_offset": 0}
+
+    def results(layout, wrt):
+        machine = Machine(compute_capability=compute_capability)
+        laid_out = [testing.lay_out(x, layout) for x in (q, k, v)]
+        out, lse = machine.attention(*laid_out, **options)
+        dout = testing.lay_out(normal(np, out.shape, BFLOAT16), layout)
+        return out, machine.attention_backward(dout, *laid_out, out, lse * 0, wrt=wrt, **options)
+
+    for wrt in (["q"], ["q", "k", "v"]):
+        plain = results("contiguous", wrt)
+        assert all((np.signbit(x) & (x == 0)).any() for x in (plain[0], plain[1].q))
+        assert_same(results("transposed", wrt), plain)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",

@@ -27,8 +27,8 @@ CF_DEVICE void store_eight(const Params& p, i64 index, i32 count, bool packed, c
   }
   for (i32 n = 0; n < smaller(count, 8); ++n) {
     const i64 at = index + n * p.dq.col;
-    const float before = p.accumulate ? load_kind<float>(p.call.dq, p.dq_kind, at) : 0.0f;
-    store_kind(p.call.dq, p.dq_kind, at, times(from[n], scale) + before);
+    const float x = times(from[n], scale);
+    store_kind(p.call.dq, p.dq_kind, at, p.accumulate ? x + load_kind<float>(p.call.dq, p.dq_kind, at) : x);
   }
 }
 

@@ -42,7 +42,7 @@ template <class T> CF_DEVICE void store_eight(const Target& to, i32 row, i32 col
   for (i32 n = 0; n < 8 && col + n < to.col_stop; ++n) {
     T* at = rows.at(row, col + n);
     const float x = ld_shared_f32((n < 4 ? from : behind) + n % 4 * 4);
-    *at = convert<T>(x + (to.accumulate ? convert<float>(*at) : 0.0f));
+    *at = convert<T>(to.accumulate ? x + convert<float>(*at) : x);      // x + 0 would turn -0 into 0
   }
 }
 

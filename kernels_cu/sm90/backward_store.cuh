@@ -26,8 +26,8 @@ CF_DEVICE void store_elements(const float (&sum)[kEntries], const Target& target
     CF_UNROLL_1
     for (i32 r = 0; r < rows; ++r) {
       const i64 at = base + (row + r) * target.to->row + col * target.to->col;
-      const float before = p.accumulate ? load_kind<float>(target.data, target.kind, at) : 0.0f;
-      store_kind(target.data, target.kind, at, ld_shared_f32(staging + r * 128 + lane * 4) + before);
+      const float x = ld_shared_f32(staging + r * 128 + lane * 4);
+      store_kind(target.data, target.kind, at, p.accumulate ? x + load_kind<float>(target.data, target.kind, at) : x);
     }
     warp_barrier();      // they have been read
   }
