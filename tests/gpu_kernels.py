@@ -25,7 +25,7 @@ def small_kernels(cc):
             continue
         dtypes = [dtype for dtype in family.dtypes if family.takes(dtype, cc)]
         for dtype, kernel in itertools.product(
-            dtypes, (*configs.kernels_of(family.name), *configs.PREPOST_KERNELS)
+            dtypes, (*configs.kernels_of(family.name), *configs.prepost_kernels_of(family.name))
         ):
             if (
                 dtype,

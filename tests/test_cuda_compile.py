@@ -46,12 +46,14 @@ def test_one_kernel_of_each_family_compiles_without_spills(config):
 
 def _matrix():
     """(arch, family, dtype, kernel) of all that can be chosen."""
+    prepost = {}
     for arch, family in itertools.product(ARCHS, families.FAMILIES):
         if family.least_cc <= arch <= family.most_cc:
             for dtype, kernel in itertools.product(family.dtypes, configs.kernels_of(family.name)):
                 yield arch, family.name, dtype, kernel
-    for arch, dtype, kernel in itertools.product(ARCHS, configs.ELEMENTS, configs.PREPOST_KERNELS):
-        yield arch, configs.PREPOST, dtype, kernel
+            for dtype, kernel in itertools.product(family.dtypes, configs.prepost_kernels_of(family.name)):
+                prepost[arch, configs.PREPOST, dtype, kernel] = True
+    yield from prepost
 
 
 @pytest.mark.full_matrix

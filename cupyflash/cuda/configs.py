@@ -27,15 +27,11 @@ ATTENTION_KERNELS = (
     "backward_bias",
 )
 PREPOST = "prepost"  # what stands before and after the attention kernels of any family
-PREPOST_KERNELS = (
-    "delta",
-    "sum_partials",
-    "sum_rows",
-    "combine",
-    "row_stats",
-    "finish_queries",
-    "clear_sums",
-)
+# Which of them run beside the kernels of any family, and beside whose.
+_ANY = ("delta", "sum_partials", "sum_rows")
+_ROWS = ("row_stats", "finish_queries", "clear_sums")
+_BESIDE = {"sm80": (*_ANY, "combine", *_ROWS), "sm90": (*_ANY, *_ROWS)}
+PREPOST_KERNELS = frozenset(itertools.chain(_ANY, *_BESIDE.values()))
 PREPOST_THREADS = 256
 ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 # By family -> geometries. Keys: (kernel, bytes of the score type), also with the options, also with the architecture.
@@ -189,6 +185,11 @@ def kernels_of(family: str) -> tuple[str, ...]:
     return tuple(kernel for kernel in ATTENTION_KERNELS if any(key[0] == kernel for key in TABLES[family]))
 
 
+def prepost_kernels_of(family: str) -> tuple[str, ...]:
+    """The kernels that run before or after those of a family."""
+    return _BESIDE.get(family, _ANY)
+
+
 def in_runs(config: Config) -> Config:
     """The form of a forward whose keys are cut into runs."""
     if not isinstance(config.geometry, sm80.Geometry) or config.kernel != "forward":
@@ -213,7 +214,7 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
             continue
         buckets = {(row.head_dim, row.head_dim_v) for rows in TABLES[family.name].values() for row in rows}
         wider = [] if family.most_head_dim else [(WIDER_THAN_ANY, WIDER_THAN_ANY)]
-        kernels = (*kernels_of(family.name), *PREPOST_KERNELS)
+        kernels = (*kernels_of(family.name), *prepost_kernels_of(family.name))
         dtypes = [dtype for dtype in family.dtypes if family.takes(dtype, one)]
         for dtype, kernel in itertools.product(dtypes, kernels):
             for dims, options in itertools.product([*sorted(buckets), *wider], bits):

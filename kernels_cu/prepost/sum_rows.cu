@@ -49,7 +49,7 @@ CF_DEVICE Score sum_of_block(Score x) {
   return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(kSumThreads) cupyflash_sum_rows(const Params p) {
+extern "C" __global__ void __launch_bounds__(kSumThreads, 1) cupyflash_sum_rows(const Params p) {
   const i32 own_heads = p.own_heads ? p.heads_q : 1, walk_heads = p.own_heads ? 1 : p.heads_q;
   const i32 own_head = block_index() % own_heads;
   const u32 own = block_index() / own_heads;
