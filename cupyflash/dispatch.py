@@ -7,10 +7,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
-from . import checks, cpu
-from .arrays import as_operand, is_device, stand_in
+from . import checks, cpu, transfer
+from .arrays import is_device, stand_in
 from .cost import Plan
 from .problem import Gradients, Problem
 from .request import BackwardRequest, wanted_gradients
@@ -45,11 +43,6 @@ def attention(
         key, result = _cuda().recall(q, k, v, options, return_lse)
         if result is not None:
             return result
-    if _wants_transfer(q, options):
-        moved, results = _outputs_on_device(out)
-        q, k, v, options = _to_device((q, k, v, options))
-        result = attention(q, k, v, options, return_lse=return_lse, out=moved, workspace=None)
-        return results(result)
     problem = Problem.create(q, k, v, **options)
     result = _forward(problem, return_lse, out, workspace)[0]
     if key is not None:
@@ -61,13 +54,6 @@ def attention_vjp(
     q: Any, k: Any, v: Any, options: dict[str, Any], *, wrt: Any, return_lse: bool, out: Any, workspace: Any
 ) -> tuple[Any, Callable[..., Gradients]]:
     """`cupyflash.attention_vjp`."""
-    if _wants_transfer(q, options):
-        moved, results = _outputs_on_device(out)
-        q, k, v, options = _to_device((q, k, v, options))
-        result, device_vjp = attention_vjp(
-            q, k, v, options, wrt=wrt, return_lse=return_lse, out=moved, workspace=None
-        )
-        return results(result), lambda dout, dlse=None: _to_host(device_vjp(*_to_device((dout, dlse))))
     problem = Problem.create(q, k, v, **options)
     names = wanted_gradients(problem, wrt)
     result, full, lse = _forward(problem, return_lse, out, workspace, need_lse=True)
@@ -93,14 +79,6 @@ def attention_backward(
     workspace: Any,
 ) -> Gradients:
     """`cupyflash.attention_backward`."""
-    if _wants_transfer(q, options):
-        given = request["grads_out"]
-        moved = _to_device((dout, q, k, v, out, lse, options, request))
-        gradients = _to_host(attention_backward(*moved, workspace=None))
-        for target, value in zip(given or (), gradients):
-            if target is not None:
-                target[...] = value
-        return gradients if given is None else given
     problem = Problem.create(q, k, v, **options)
     return _backward(BackwardRequest.create(problem, dout, out, lse, **request), workspace)
 
@@ -128,8 +106,11 @@ def _forward(
     if problem.squeeze:
         targets = tuple(None if x is None else x[None] for x in targets)
     if problem.backend == "cuda":
-        need_lse = need_lse or return_lse
-        full, lse = _cuda().forward(problem, *targets, need_lse=need_lse, workspace=workspace)
+        given: dict[str, Any] = {"need_lse": need_lse or return_lse, "workspace": workspace}
+        if is_device(problem.q):
+            full, lse = _cuda().forward(problem, *targets, **given)
+        else:
+            full, lse = transfer.forward(_cuda(), problem, *targets, **given)
     else:
         full, lse = cpu.forward(problem, *targets)
     if out is not None:
@@ -152,52 +133,8 @@ def _given_outputs(problem: Problem, out: Any, return_lse: bool) -> tuple[Any, A
 
 
 def _backward(request: BackwardRequest, workspace: Any) -> Gradients:
-    if request.problem.backend == "cuda":
+    if request.problem.backend == "cpu":
+        return cpu.backward(request)
+    if is_device(request.problem.q):
         return _cuda().backward(request, workspace=workspace)
-    return cpu.backward(request)
-
-
-def _wants_transfer(q: Any, options: dict[str, Any]) -> bool:
-    """Whether host arrays were given with an explicit backend="cuda"."""
-    return options.get("backend") == "cuda" and not is_device(as_operand(q, "q"))
-
-
-def _map_arrays(function: Callable[[Any], Any], x: Any) -> Any:
-    """``function`` applied to every array of a nest of tuples, named tuples and dicts."""
-    if isinstance(x, Gradients):
-        return Gradients(*(_map_arrays(function, y) for y in x))
-    if isinstance(x, tuple):
-        return tuple(_map_arrays(function, y) for y in x)
-    if isinstance(x, dict):
-        return {key: _map_arrays(function, y) for key, y in x.items()}
-    return function(x) if hasattr(x, "dtype") else x
-
-
-def _to_device(x: Any) -> Any:
-    cupy = _cuda().require()
-    return _map_arrays(lambda y: cupy.asarray(y) if isinstance(y, np.ndarray) and y.ndim else y, x)
-
-
-def _to_host(x: Any) -> Any:
-    return _map_arrays(lambda y: y.get() if is_device(y) else y, x)
-
-
-def _outputs_on_device(out: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Device arrays to stand for the host's ``out=``, and what brings results back into it."""
-    if out is None:
-        return None, _to_host
-    pair = out if isinstance(out, tuple) else (out,)
-    for x in pair:
-        if not isinstance(x, np.ndarray) or not x.flags.writeable:
-            raise ValueError(
-                f"out must be writeable host arrays beside host inputs, got {checks.describe(x)}"
-            )
-    cupy = _cuda().require()
-    moved = _map_arrays(lambda x: cupy.empty(x.shape, x.dtype), out)
-
-    def results(result: Any) -> Any:
-        for target, value in zip(pair, result if isinstance(result, tuple) else (result,)):
-            target[...] = value.get()
-        return out
-
-    return moved, results
+    return transfer.backward(_cuda(), request, workspace=workspace)
