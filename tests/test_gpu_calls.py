@@ -264,6 +264,16 @@ def test_a_remembered_call_still_refuses_bad_values(cupy):
         cupyflash.attention(arrays[0], arrays[1][..., :-1], arrays[2], causal=True)
 
 
+def test_a_remembered_call_still_refuses_addresses_between_elements(cupy):
+    q, k, v = qkv(cupy, m=16)
+    raw = cupy.zeros(16 * 16 * 4 + 4, cupy.uint8)
+    even, odd = (raw[start:][:1024].view(np.float32).reshape(16, 16) for start in (0, 2))
+    for _ in range(2):
+        cupyflash.attention(q, k, v, bias=even)
+    with pytest.raises(ValueError, match="bias lies at an address"):
+        cupyflash.attention(q, k, v, bias=odd)
+
+
 def test_K01_scalars_of_every_kind_mean_the_same(cupy):
     arrays = qkv(cupy, m=17)
     results = [

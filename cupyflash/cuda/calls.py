@@ -8,7 +8,7 @@ way once are remembered, so nothing is accepted here that was not accepted there
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from inspect import signature
 from operator import itemgetter
@@ -45,6 +45,10 @@ _SEED, _COUNTER_LIMITS = 7, (2**64, 2**32)
 _PLACES = tuple(map(ADDRESSES.index, _ARRAYS.values()))
 _OTHERS = [name for name in signature(Problem.create).parameters if name not in ("q", "k", "v", *_ARRAYS)]
 _P = len(_ARRAYS) + _OTHERS.index("dropout_p")
+_TUPLES = tuple(
+    (*_ARRAYS, *_OTHERS).index(name)
+    for name in ("q_lengths", "kv_lengths", "query_offset", "window", "dropout_origin")
+)
 _values = itemgetter(*_ARRAYS, *_OTHERS)
 _NOT_GIVEN, _NO_ARRAYS = (0,) * (_WRITTEN - 3), (None,) * _NUMBERS_ON_DEVICE
 
@@ -64,10 +68,10 @@ def recall(q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool) ->
     row = [at_q.ptr, at_k.ptr, at_v.ptr, *_NOT_GIVEN]
     arrays = (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
     devices = (at_q.device_id, at_k.device_id, at_v.device_id)
-    kinds = tuple(map(type, values))  # 1, 1.0 and True are one key otherwise, and not one meaning
+    kinds = _kinds(values, _TUPLES)
     key = (arrays, devices, return_lse, type(return_lse), values, kinds)
     try:
-        if kinds[_P] is not float or values[_P] != 0.0:
+        if type(values[_P]) is not float or values[_P] != 0.0:
             raise TypeError
         call = _known.get(key)
         if values[:_NUMBERS_ON_DEVICE] != _NO_ARRAYS:
@@ -82,6 +86,15 @@ def recall(q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool) ->
         except TypeError:  # a list or a host array
             return None, None
     return key, None if call is None else call(row, random)
+
+
+def _kinds(values: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
+    """The types of values and, at these places, inside tuples: 1, 1.0 and True are equal and do not mean the same."""
+    kinds = tuple(map(type, values))
+    for place in places:
+        if isinstance(value := values[place], tuple):
+            kinds += _kinds(value, range(len(value)))
+    return kinds
 
 
 def _described(
@@ -137,7 +150,7 @@ class _Call:
     dropout: bool
     extras: Extras | None
     behind: tuple[bytes, ...]  # the arguments behind the record, but for maps and counter
-    units: tuple[int, ...]  # what the addresses of the record's head must be multiples of
+    units: tuple[tuple[int, int], ...]  # index of an address in the record, and what it must be a multiple of
     get_device: Callable[[], int]
     ndarray: type
     allocate: Callable[[int], Any]
@@ -166,7 +179,6 @@ class _Call:
         behind: tuple[bytes, ...] = ()
         if extras is not None:
             behind = (bytes(sm90_launch.MAPS_BYTES), extras.launch([0] * 4, numbers(p), 0))
-        units = _units(p, family)
         return cls(
             machine=machine,
             launches=tuple(
@@ -187,7 +199,7 @@ class _Call:
             dropout=p.dropout is not None,
             extras=extras,
             behind=behind,
-            units=units,
+            units=_units(arrays, family),
             get_device=cuda.runtime.getDevice,
             ndarray=machine.xp.ndarray,
             allocate=cuda.alloc,
@@ -199,8 +211,9 @@ class _Call:
         if self.get_device() != self.machine.device:
             with self.machine.current():
                 return self(row, random)
-        if (row[0] | row[1] | row[2]) % self.units[0] or row[5] % self.units[1] or row[6] % self.units[2]:
-            return None
+        for place, unit in self.units:
+            if row[place] % unit:
+                return None
         result = out = self._empty(*self.out)
         row[3] = out.data.ptr
         if self.lse is not None:
@@ -243,12 +256,13 @@ class _Call:
         return buffers[0], args, tuple(map(memoryview, bare[1:]))
 
 
-def _units(problem: Problem, family: Family) -> tuple[int, int, int]:
-    """What the addresses of q, k and v, of the mask and of the bias must be multiples of."""
-    if not family.arch_suffix:
-        return problem.dtype.itemsize, 1, 1
-    bias = problem.bias
-    return ALIGNMENT, 2, 1 if bias is None else 2 * bias.dtype.itemsize
+def _units(arrays: dict[str, Any], family: Family) -> tuple[tuple[int, int], ...]:
+    """For each array whose address can be too odd: its index in the record, and what the address must divide by."""
+    units = {name: x.dtype.itemsize for name, x in arrays.items()}
+    if family.arch_suffix:
+        read_in_pairs = {name: 2 * units[name] for name in ("mask", "bias") if name in units}
+        units |= dict.fromkeys(("q", "k", "v"), ALIGNMENT) | read_in_pairs
+    return tuple((ADDRESSES.index(name), unit) for name, unit in units.items() if unit > 1)
 
 
 def _made(layout: Layout, skip: int) -> tuple[Any, ...]:
