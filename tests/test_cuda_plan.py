@@ -201,6 +201,19 @@ def test_the_backward_launches_what_is_wanted():
     assert [name for name, _ in full.workspace] == ["row_delta", "slope_rows", "partials"]
 
 
+def test_a_number_among_the_options_has_no_gradient_to_plan():
+    x = shape(1, 2, 100, 64)
+    numbers = {"bias": 0.5, "sinks": np.float32(1)}
+    arrays = {"bias": np.zeros((100, 100)), "sinks": np.zeros(2)}
+    planned = [cupyflash.plan(x, x, x, backward=True, arch=90, **given) for given in ({}, numbers, arrays)]
+    bare, beside_numbers, beside_arrays = ((p.kernels, p.output_bytes) for p in planned)
+    assert beside_numbers == bare
+    assert {"backward_bias", "sum_rows"} <= set(beside_arrays[0])
+    given = qkv(np)
+    on_cpu = [cupyflash.plan(*given, backward=True, **options) for options in ({}, numbers)]
+    assert on_cpu[0].output_bytes == on_cpu[1].output_bytes
+
+
 def test_k_and_v_with_other_leading_axes_take_two_launches():
     q, k, v = qkv(np, batch=3, heads=2, m=40, d=8)
     kernels = recipe_of(Problem.create(q, k[:1], v)).launches

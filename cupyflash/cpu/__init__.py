@@ -145,7 +145,7 @@ def plan(problem: Problem, backward: bool = False) -> cost.Plan:
     threads = 1 if _is_small(p) else workers.thread_count()
     elements = sum(math.prod(shape) for shape in buffer_shapes(p, tiles, backward).values())
     if backward:
-        given = (x for x in (p.q, p.k, p.v, p.bias, p.sinks, p.alibi_slopes) if x is not None)
+        given = (getattr(p, name) for name in p.differentiable)
         results = sum(math.prod(x.shape) * x.dtype.itemsize for x in given)
     else:
         results = math.prod(p.out_shape) * p.out_dtype.itemsize

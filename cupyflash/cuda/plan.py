@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import cost
 from ..arrays import is_device
-from ..problem import GRADIENT_NAMES, Problem
+from ..problem import Problem
 from . import module, sm90_launch
 from .backward_recipe import backward_recipe
 from .device import compute_capability, missing, require_cupy
@@ -116,16 +116,13 @@ def target(problem: Problem) -> int:
 
 
 def _results(problem: Problem, backward: bool) -> dict[str, Layout]:
-    """Layouts of what a call allocates: out and lse, or every gradient."""
+    """Layouts of what a call allocates: out and lse, or the gradients of all array arguments."""
     p = problem
     if not backward:
         out = layout_in_order(p.out_shape, p.out_dtype, p.q)
         return {"out": out} | _dense(p, {"lse": p.lse_dtype})
-    return {
-        GRADIENTS[name]: layout_in_order(x.shape, x.dtype, x)
-        for name in GRADIENT_NAMES
-        if (x := getattr(p, name)) is not None
-    }
+    given = {name: getattr(p, name) for name in p.differentiable}
+    return {GRADIENTS[name]: layout_in_order(x.shape, x.dtype, x) for name, x in given.items()}
 
 
 def _cotangents(problem: Problem) -> dict[str, Layout]:
