@@ -87,7 +87,8 @@ def attention(
     dropout_offset : int or 0-d device array
         In [0, 2**32): another mask of the same seed.
     dropout_origin : (t0, i0, j0)
-        What to add to the score matrix's, row's and column's numbers: a shard's place in a larger problem.
+        What to add to the score matrix's, row's and column's numbers: a shard's place in a larger problem. t0 may be
+        an integer array on the host that broadcasts to (..., heads_q).
     precision : {"ieee", "tf32x3", "tf32"}, optional
         For float32: FMA; three TF32 products, as exact on finite numbers; one TF32 product. Default: "ieee". The CPU
         takes all and computes "ieee".

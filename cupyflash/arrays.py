@@ -135,6 +135,25 @@ def share_memory(a: Any, b: Any) -> bool:
         return True
 
 
+def overlaps_itself(x: Any) -> bool:
+    """Whether two indices of an array name one element of memory."""
+    if x.size == 0:
+        return False
+    reach = x.dtype.itemsize  # of the axes so far, from the innermost on
+    for step, size in sorted((abs(step), size) for step, size in zip(x.strides, x.shape) if size > 1):
+        if step < reach:
+            break
+        reach += step * (size - 1)
+    else:
+        return False
+    # Two such indices differ first along some axis; moved there, one lies at 0 and the other behind it.
+    while x.shape[0] == 1 or not share_memory(x[:1], x[1:]):
+        if x.ndim == 1:
+            return False
+        x = x[0]
+    return True
+
+
 def _shadow(a: Any) -> np.ndarray:
     """A NumPy view with a device array's addresses: for arithmetic on bounds alone, never read."""
     if not is_device(a):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import DTYPE_NAMES, as_operand, is_device, native, share_memory
+from .arrays import DTYPE_NAMES, as_operand, is_device, native, overlaps_itself, share_memory
 
 OFFSET_LIMIT = 2**60  # the largest |query_offset|: sums of positions and bounds then fit 64 bits
 WINDOW_LIMIT = 2**61  # a wider window bounds nothing
@@ -148,9 +148,7 @@ def integers(x: Any, name: str, target: tuple[int, ...], low: int | None, high: 
         x = x.astype(np.int64)
     broadcasts(x.shape, target, name, "the leading axes (without heads)")
     if is_device(x):
-        if not is_device(like):
-            raise ValueError(f"{name} is on {x.device} but q is on the host: pass cupy.asnumpy({name})")
-        return x
+        return same_place(x, name, like)
     if x.size and ((low is not None and x.min() < low) or (high is not None and x.max() > high)):
         wrong = int(x.min()) if low is not None and x.min() < low else int(x.max())
         raise ValueError(f"{name} must lie in [{low}, {high}], got {wrong}")
@@ -173,9 +171,9 @@ def output(
         )
     if isinstance(x, np.ndarray) and not x.flags.writeable:
         raise ValueError(f"{name} is read-only: give a writeable array")
-    if x.size and any(step == 0 and size > 1 for step, size in zip(x.strides, x.shape)):
+    if overlaps_itself(x):
         raise ValueError(
-            f"{name} has overlapping elements (stride 0 along an axis): give an array of its own"
+            f"{name} has overlapping elements (strides {tuple(x.strides)} of shape {shape}): give an array of its own"
         )
     if any(share_memory(x, y) for y in taken):
         raise ValueError(f"{name} shares memory with an input or another output: give an array of its own")

@@ -62,6 +62,10 @@ class Dropout:
         if isinstance(origin, str) or not hasattr(origin, "__len__") or len(origin) != 3:
             raise ValueError(f"{prefix}origin must be (t0, i0, j0), got {origin!r}")
         i, j = (checks.integer(origin[axis], f"{prefix}origin[{axis}]", 0, 2**31 - 1) for axis in (1, 2))
+        if is_device(origin[0]):
+            raise ValueError(
+                f"{prefix}origin[0] is on {origin[0].device}: give an int or a host array, whose range is checked"
+            )
         t = checks.integers(origin[0], f"{prefix}origin[0]", head_shape, -(2**32), 2**32 - 1, None)
         if p == 0:
             return None

@@ -126,6 +126,9 @@ class Problem:
             softcap = checks.in_range(checks.number(softcap, "softcap"), "softcap", score_dtype)
             if score_dtype.type(softcap) <= 0:
                 raise ValueError(f"softcap must be > 0 in {score_dtype} (None for no cap), got {softcap}")
+        for name, x in (("dropout_seed", dropout_seed), ("dropout_offset", dropout_offset)):
+            if is_device(x) and is_device(q):
+                checks.same_place(x, name, q)
         backend = _backend(backend, q)
         return cls(
             backend=backend,

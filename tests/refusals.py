@@ -133,7 +133,14 @@ OUTPUTS = {
     "out overlaps itself": (
         lambda xp: {"out": xp.lib.stride_tricks.as_strided(ones(xp, 6), (1, 4, M, 6), (0, 0, 0, 4))},
         ValueError,
-        "out ... overlapping ... stride 0",
+        "out has overlapping elements ... strides (0, 0, 0, 4)",
+    ),
+    "rows of out overlap": (
+        lambda xp: {
+            "out": xp.lib.stride_tricks.as_strided(ones(xp, 200), (1, 4, M, 6), (0, 4 * 6 * M, 4 * 5, 4))
+        },
+        ValueError,
+        "out has overlapping elements ... strides (0, 120, 20, 4)",
     ),
     "out alone beside return_lse": (
         lambda xp: {"out": ones(xp, 1, 4, M, 6), "return_lse": True},

@@ -204,6 +204,13 @@ def test_K03_arrays_choose_the_device(cupy):
         assert same_bits(out, cupyflash.attention(*qkv(cupy, m=20)))
         with pytest.raises(ValueError, match="device"):
             cupyflash.attention(cupy.asarray(host(arrays[0])), *arrays[1:])
+        here = (
+            {"kv_lengths": cupy.asarray([3])},
+            {"dropout_p": 0.5, "dropout_seed": cupy.asarray(3, np.uint64)},
+        )
+        for options in here:
+            with pytest.raises(ValueError, match="device"):
+                cupyflash.attention(*arrays, **options)
 
 
 VARIANTS = {

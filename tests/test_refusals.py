@@ -8,6 +8,7 @@ from refusals import OPERANDS, OUTPUTS, M, N, assert_refused, call, ones, operan
 from support import host
 
 import cupyflash
+from cupyflash.arrays import overlaps_itself
 
 OPTIONS = {
     "scale text": (lambda xp: {"scale": "0.5"}, TypeError, "scale must be a real number ... '0.5' (str)"),
@@ -264,6 +265,20 @@ def test_unknown_options_are_refused(xp, function):
     assert_refused(lambda: run(*operands(xp).values(), dropout=0.1), TypeError, f"{function}() ... 'dropout'")
 
 
+def test_whether_an_array_overlaps_itself_is_known_exactly():
+    """Against the addresses of all elements, for any strides."""
+    rng, memory = np.random.default_rng(0), np.zeros(1000, np.int32)
+    found = []
+    for _ in range(3000):
+        axes = rng.integers(1, 5)
+        shape, steps = rng.integers(1, 5, axes), rng.integers(-12, 13, axes)
+        x = np.lib.stride_tricks.as_strided(memory[500:], tuple(shape), tuple(4 * steps))
+        addresses = {int(np.dot(index, steps)) for index in np.ndindex(x.shape)}
+        found.append(overlaps_itself(x))
+        assert found[-1] == (len(addresses) < x.size), (x.shape, x.strides)
+    assert 500 < sum(found) < 2500
+
+
 @pytest.mark.parametrize("heads", [0, -2, 2.0, True])
 def test_alibi_slopes_refuses(heads):
     error = ValueError if isinstance(heads, int) and not isinstance(heads, bool) else TypeError
@@ -299,3 +314,9 @@ def test_host_and_device_arrays_do_not_mix(cupy):
     ]
     for run, text in cases:
         assert_refused(run, ValueError, text)
+
+
+@pytest.mark.gpu
+def test_an_origin_on_the_device_is_refused(cupy):
+    options = {"dropout_p": 0.5, "dropout_seed": 1, "dropout_origin": (cupy.zeros(4, np.int64), 0, 0)}
+    assert_refused(lambda: call(cupy, **options), ValueError, "dropout_origin[0] is on ... host array")
