@@ -63,6 +63,19 @@ def test_equal_numbers_of_other_kinds_are_other_calls(key_of, options, wrong):
     assert key_of(**options) != key_of(**wrong)
 
 
+@pytest.mark.parametrize("name", ["q_lengths", "kv_lengths", "query_offset", "window", "dropout_origin"])
+def test_arrays_of_other_libraries_are_not_remembered(key_of, name):
+    """They are hashable, and their addresses are not among those that a call fills in."""
+
+    class Foreign:
+        pass
+
+    remembered = {"q_lengths": Array(np.zeros(1, int)), "window": (np.int8(1), None), "scale": np.float32(1)}
+    assert calls._is_plain(key_of(**remembered), Array)
+    value = (Foreign(), 0, 0) if name == "dropout_origin" else Foreign()
+    assert not calls._is_plain(key_of(**{name: value}), Array)
+
+
 def test_every_address_is_held_to_its_dtype():
     q, k, v = qkv(np, m=4, dtype=np.float16)
     options = {"bias": np.zeros((4, 4)), "mask": np.ones((4, 4), bool), "sinks": np.zeros(1, np.float32)}

@@ -35,6 +35,16 @@ def test_K09_torch_tensors_by_dlpack(cupy, torch, dtype):
     assert torch.from_dlpack(out).dtype == tensors[0].dtype
 
 
+def test_torch_tensors_may_stand_beside_cupy_arrays(cupy, torch):
+    """Again and again, with new values in them."""
+    arrays = qkv(cupy, batch=2, heads=2, m=37, d=16)
+    lengths = torch.tensor([5, 37], device="cuda")
+    for _ in range(3):
+        lengths += torch.tensor([7, -7], device="cuda")
+        expected = cupyflash.attention(*arrays, kv_lengths=cupy.asarray(lengths.cpu().numpy()))
+        assert_same(host(cupyflash.attention(*arrays, kv_lengths=lengths)), host(expected))
+
+
 def test_torch_tensors_are_read_in_place(cupy, torch):
     q, k, v = (torch.from_dlpack(x) for x in qkv(cupy, m=9))
     _, vjp = cupyflash.attention_vjp(q, k, v)

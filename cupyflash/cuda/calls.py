@@ -45,6 +45,7 @@ _SEED, _COUNTER_LIMITS = 7, (2**64, 2**32)
 _PLACES = tuple(map(ADDRESSES.index, _ARRAYS.values()))
 _OTHERS = [name for name in signature(Problem.create).parameters if name not in ("q", "k", "v", *_ARRAYS)]
 _P = len(_ARRAYS) + _OTHERS.index("dropout_p")
+_PLAIN = {type(None), bool, int, float, str, tuple}
 _TUPLES = tuple(
     (*_ARRAYS, *_OTHERS).index(name)
     for name in ("q_lengths", "kv_lengths", "query_offset", "window", "dropout_origin")
@@ -119,8 +120,11 @@ def _described(
 
 
 def keep(key: Any, problem: Problem, return_lse: bool) -> None:
-    """Remember a call that ran, under the key that `recall` gave."""
-    if key is None:
+    """Remember a call that ran, under the key that `recall` gave.
+
+    Not one with objects of unknown types: they may be arrays of other libraries, whose addresses a row does not get.
+    """
+    if key is None or not _is_plain(key, type(problem.q)):
         return
     machine = gpu(problem.q.device.id)
     with machine.current():
@@ -129,6 +133,11 @@ def keep(key: Any, problem: Problem, return_lse: bool) -> None:
         if len(_known) >= MOST_CALLS:
             _known.clear()
         _known[key] = call
+
+
+def _is_plain(key: tuple[Any, ...], ndarray: type) -> bool:
+    """Whether the options of a key are numbers, words and CuPy arrays."""
+    return all(kind in _PLAIN or kind is ndarray or issubclass(kind, np.generic) for kind in key[-1])
 
 
 def clear() -> None:
