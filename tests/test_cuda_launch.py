@@ -209,3 +209,39 @@ def test_a_wider_dout_counts_as_rounded(machine):
         for dout in (wide_dout, wide_dout.astype(np.float16))
     ]
     assert_same(*results)
+
+
+@pytest.mark.parametrize("sink", [None, 0.5])
+def test_rows_without_a_key_beside_keys_in_runs(machine, sink):
+    """None of the runs sees a key: the join has nothing to divide by."""
+    q, k, v = qkv(np, batch=3, heads=2, m=2, n=700, d=16, dtype=np.float16)
+    options = {} if sink is None else {"sinks": np.float32([sink, sink])}
+    problem = problem_of(q, k, v, kv_lengths=[0, 700, 1], q_lengths=[2, 1, 2], **options)
+    out, lse = forward(problem, machine=machine)
+    assert machine.launched[-1].kernel == "combine"
+    assert not out[0].any()
+    assert np.all(lse[0] == (-np.inf if sink is None else sink))
+    assert np.isfinite(out).all()
+    near, exact = (
+        function(q, k, v, kv_lengths=[0, 700, 1], q_lengths=[2, 1, 2], **options)
+        for function in (testing.plain, reference.attention)
+    )
+    testing.assert_close(out, near, exact, "out")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_addends_past_the_lengths_are_never_seen(machine, dtype):
+    """Rows there share tiles with rows that see every key; those of a broadcast q are live in another item."""
+    q, k, v = qkv(np, batch=2, m=150, d=8, dtype=dtype)
+    q = q[:1]
+    bias, mask = normal(np, (2, 1, 150, 150)), np.ones((2, 1, 150, 150), bool)
+    lengths = {"q_lengths": [70, 150], "kv_lengths": [150, 90]}
+    results = []
+    for garbage in (0, np.nan, np.inf):
+        bias[0, :, 70:], bias[1, :, :, 90:] = garbage, garbage
+        problem = problem_of(q, k, v, bias=bias, mask=mask, **lengths)
+        results.append(
+            (*forward(problem, machine=machine), *backward(request_of(machine, problem), machine=machine))
+        )
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])

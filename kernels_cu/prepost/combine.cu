@@ -49,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads) cupyflash_combine(
   for (i32 n = 0; n < kOwnRuns; ++n) total += weight[n] = exponential(weight[n] - reference);
   total = WarpLanes::sum(total) + exponential(sink - reference);
   CF_UNROLL
-  for (i32 n = 0; n < kOwnRuns; ++n) weight[n] = weight[n] / total;
+  for (i32 n = 0; n < kOwnRuns; ++n) weight[n] = weight[n] == Score(0) ? Score(0) : weight[n] / total;
   const Score lse = top == Limits<Score>::infinity() ? top : top + logarithm(total);
   const i64 out_row = lead_offset(p.out.lead, item) + p.out.head * head + p.out.row * row;
   const auto join = [&](auto width) {
