@@ -25,15 +25,15 @@ template <class Tile> struct AddendTile {
 
   using Batch = Score[kRows][kCols];
 
-  // Elements (i, j) and those ahead of it, 0 outside the array. Element (0, 0) is data[0].
+  // Elements (i, j) and those ahead of it, 0 past the lengths, whatever lies there. Element (0, 0) is data[0].
   template <class T> static CF_DEVICE void load(Batch& batch, const T* data, i64 i, i64 j, i64 row_stride, i64 col_stride,
-                                                const Params& p) {
+                                                Visibility sight) {
     const T* first = in_global(data) + (i * row_stride + j * col_stride);
     CF_UNROLL
     for (int r = 0; r < kRows; ++r) {
       CF_UNROLL
       for (int c = 0; c < kCols; ++c) {
-        const bool inside = i + query_ahead(r) < p.seqlen_q && j + key_ahead(c) < p.seqlen_k;
+        const bool inside = i + query_ahead(r) < sight.q_length && j + key_ahead(c) < sight.kv_length;
         if (inside) batch[r][c] = joined(batch[r][c], first[query_ahead(r) * row_stride + key_ahead(c) * col_stride]);
       }
     }
@@ -43,32 +43,32 @@ template <class Tile> struct AddendTile {
   template <class T> static CF_DEVICE Score joined(Score, T bias) { return convert<Score>(bias); }
   static CF_DEVICE Score joined(Score bias, u8 allowed) { return masked(bias, allowed); }
 
-  template <class T> static CF_DEVICE void load_bias(Batch& batch, const Addends& from, i64 i, i64 j, const Params& p) {
-    load(batch, static_cast<const T*>(from.bias) + from.bias_first, i, j, opaque(from.bias_row), from.bias_col, p);
+  template <class T> static CF_DEVICE void load_bias(Batch& batch, const Addends& from, i64 i, i64 j, Visibility sight) {
+    load(batch, static_cast<const T*>(from.bias) + from.bias_first, i, j, opaque(from.bias_row), from.bias_col, sight);
   }
 
-  static CF_DEVICE void load_batch(Batch& batch, const Addends& from, i64 i, i64 j, const Params& p) {
+  static CF_DEVICE void load_batch(Batch& batch, const Addends& from, i64 i, i64 j, Visibility sight) {
     clear(batch);
     if (from.bias != nullptr) {
       switch (from.bias_kind) {
-        case kFloat16: load_bias<float16>(batch, from, i, j, p); break;
-        case kBFloat16: load_bias<bfloat16>(batch, from, i, j, p); break;
-        case kFloat32: load_bias<float>(batch, from, i, j, p); break;
-        default: load_bias<double>(batch, from, i, j, p);
+        case kFloat16: load_bias<float16>(batch, from, i, j, sight); break;
+        case kBFloat16: load_bias<bfloat16>(batch, from, i, j, sight); break;
+        case kFloat32: load_bias<float>(batch, from, i, j, sight); break;
+        default: load_bias<double>(batch, from, i, j, sight);
       }
     }
-    if (from.mask != nullptr) load(batch, from.mask, i, j, opaque(from.mask_row), from.mask_col, p);
+    if (from.mask != nullptr) load(batch, from.mask, i, j, opaque(from.mask_row), from.mask_col, sight);
   }
 
   // The addends of the tile at (row, col) into `tile`, the warp's part of it.
-  static CF_DEVICE void stage(Score* tile, const Addends& from, const Params& p, i32 row, i32 col) {
+  static CF_DEVICE void stage(Score* tile, const Addends& from, Visibility sight, i32 row, i32 col) {
     const i32 down = lane_index() / kAcross, across = lane_index() % kAcross, own = warp_index() * kWarpLanesY;
     const i32 k = key_slot(across) + (kOnY ? 0 : own);
     CF_UNROLL_1
     for (i32 first = 0; first < kSteps; first += kRows) {
       const i32 q = query_slot(down + kDown * first) + (kOnY ? own : 0);
       Batch batch;
-      load_batch(batch, from, row + Tile::Queries::index(q), col + Tile::Keys::index(k), p);
+      load_batch(batch, from, row + Tile::Queries::index(q), col + Tile::Keys::index(k), sight);
       CF_UNROLL
       for (int r = 0; r < kRows; ++r) {
         CF_UNROLL

@@ -62,7 +62,7 @@ CF_DEVICE void add_tile(Tile::Scores& sum, SharedStorage& smem, const Params& p,
   if (some.stop <= at.col || at.col + kBlockKV <= some.start) return;
   Tile::Scores weights, dp;
   load_row_numbers<Tile>(smem.lse, smem.delta, work, at.row);
-  if constexpr (kMaskOrBias) AddendTile<Tile>::stage(smem.tile, work.addends, p, at.row, at.col);
+  if constexpr (kMaskOrBias) AddendTile<Tile>::stage(smem.tile, work.addends, work.sight, at.row, at.col);
   products(weights, smem, work.q, work.k, at, p.head_dim);
   weigh(weights, smem, at);
   products(dp, smem, work.dout, work.v, at, p.head_dim_v);

@@ -80,7 +80,7 @@ CF_DEVICE void load_tile_of_queries(SharedStorage& smem, const Params& p, i32 ro
   for (i32 chunk = 0; !is_streamed(p.head_dim_v, kHeadDimV) && chunk * kChunk < p.head_dim_v; ++chunk) {
     load_queries<Tile>(smem.dout[chunk], work.dout, work, row, chunk, p.head_dim_v);
   }
-  if constexpr (kMaskOrBias) AddendTile<Tile>::stage(smem.turned, work.addends, p, row, work.first);
+  if constexpr (kMaskOrBias) AddendTile<Tile>::stage(smem.turned, work.addends, work.sight, row, work.first);
 }
 
 // Products become weights. r * P goes to `turned`; P * d(c)/d(a) stays, where it differs.

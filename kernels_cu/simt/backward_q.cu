@@ -61,7 +61,7 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i
         load_keys<Tile>(smem.k[panel], work.k, work, col, chunk + panel, p.head_dim);
       }
       if (chunk == 0 && p.head_dim_v > 0) load_keys<Tile>(smem.v, work.v, work, col, 0, p.head_dim_v);
-      if (kMaskOrBias && chunk == 0) AddendTile<Tile>::stage(smem.ds, work.addends, p, work.first, col);
+      if (kMaskOrBias && chunk == 0) AddendTile<Tile>::stage(smem.ds, work.addends, work.sight, work.first, col);
       block_barrier();                     // the tiles are there
     }
     const i32 panel = streamed ? 0 : chunk;

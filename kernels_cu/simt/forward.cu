@@ -45,7 +45,7 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i
       const i32 col_v = work.split * kHeadDimV;
       load_tile<kBlockKV, kHeadDimV, kHeadDimV, Tile::Keys>(smem.v, work.v, col, work.sight.kv_length, col_v,
                                                             smaller(col_v + kHeadDimV, p.head_dim_v));
-      if constexpr (kMaskOrBias) AddendTile<Tile>::stage(smem.weights, work.addends, p, work.first, col);
+      if constexpr (kMaskOrBias) AddendTile<Tile>::stage(smem.weights, work.addends, work.sight, work.first, col);
     }
     block_barrier();                     // the tiles are there
     const Score* q = smem.q[streamed ? 0 : chunk] + lane_y() * kRow;
