@@ -9,6 +9,7 @@ from support import BFLOAT16, assert_same, normal, qkv, wide
 from test_cuda_plan import many_axes
 
 from cupyflash import Gradients, cpu, reference, testing
+from cupyflash.checks import OFFSET_LIMIT
 from cupyflash.cuda.emulate import Machine
 from cupyflash.cuda.launch import backward, forward
 from cupyflash.problem import Problem
@@ -245,3 +246,19 @@ def test_addends_past_the_lengths_are_never_seen(machine, dtype):
         )
     assert_same(results[1], results[0])
     assert_same(results[2], results[0])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("offset", [OFFSET_LIMIT, 5 - OFFSET_LIMIT])
+def test_the_farthest_offsets_meet_no_bound_that_is_not_there(machine, dtype, offset):
+    q, k, v = qkv(np, heads=2, m=70, d=8, dtype=dtype)
+    near = abs(offset)
+    for options in ({"causal": True}, {"window": (None, 3)}, {"window": (near, 7)}, {"window": (7, near)}):
+        given = {"query_offset": offset, **options}
+        problem = problem_of(q, k, v, **given)
+        on_cpu = cpu.forward(Problem.create(q, k, v, **given))
+        for x, y in zip(forward(problem, machine=machine), on_cpu):
+            np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-3)
+        request = request_of(machine, problem)
+        for x, y in zip(backward(request, machine=machine)[:3], cpu.backward(request)[:3]):
+            np.testing.assert_allclose(x, y, rtol=2e-2, atol=1e-2)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 LEAD_AXES = 4
-UNBOUNDED = 2**60
+UNBOUNDED = 2**61  # kernels_cu/attn/mask.cuh: twice the farthest offset
 KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 
 ADDRESSES = (
@@ -206,7 +206,7 @@ def call_numbers(
     """The numbers of a call in the order of `NUMBERS`; the four integers count only where no array is given."""
     left = UNBOUNDED if problem.left is None else min(problem.left, UNBOUNDED)
     right = UNBOUNDED if problem.right is None else min(problem.right, UNBOUNDED)
-    integers = (q_length, kv_length, max(-UNBOUNDED, min(query_offset, UNBOUNDED)), dropout_t)
+    integers = (q_length, kv_length, query_offset, dropout_t)
     softcap = problem.softcap or 0.0
     dropout = problem.dropout
     if dropout is None:

@@ -11,7 +11,8 @@ struct Interval {
   CF_DEVICE bool covers(i32 from, i32 to) const { return start <= from && to <= stop; }
 };
 
-constexpr i64 kUnbounded = i64(1) << 60;
+// No sum of a row, an offset and a bound leaves 64 bits, and no offset reaches a bound that is none.
+constexpr i64 kFarthestOffset = i64(1) << 60, kUnbounded = i64(1) << 61;
 
 struct Visibility {
   i32 q_length, kv_length;
@@ -58,7 +59,8 @@ CF_DEVICE i32 kv_length_of(const Params& p, const Item& item) {
 }
 CF_DEVICE i64 offset_of(const Params& p, const Item& item, i32 q_length, i32 kv_length) {
   if (p.bottom_right) return i64(kv_length) - q_length;
-  return clamp(integer_at(p.call.query_offset, p.call.query_offset_value, p.query_offset, item, 0), -kUnbounded, kUnbounded);
+  const i64 offset = integer_at(p.call.query_offset, p.call.query_offset_value, p.query_offset, item, 0);
+  return clamp(offset, -kFarthestOffset, kFarthestOffset);
 }
 
 CF_DEVICE Visibility visibility_of(const Params& p, const Item& item) {
