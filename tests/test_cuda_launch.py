@@ -10,6 +10,7 @@ from test_cuda_plan import many_axes
 
 from cupyflash import Gradients, cpu, reference, testing
 from cupyflash.checks import OFFSET_LIMIT
+from cupyflash.cuda import families
 from cupyflash.cuda.emulate import Machine
 from cupyflash.cuda.launch import backward, forward
 from cupyflash.problem import Problem
@@ -230,22 +231,35 @@ def test_rows_without_a_key_beside_keys_in_runs(machine, sink):
     testing.assert_close(out, near, exact, "out")
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_addends_past_the_lengths_are_never_seen(machine, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "family"),
+    [
+        (np.float16, "sm80"),
+        (np.float16, "simt"),
+        (np.float32, "simt"),
+        (np.float64, "simt"),
+        (np.float64, "sm80_wide"),
+    ],
+)
+@pytest.mark.parametrize("slopes", [False, True], ids=["", "slopes"])
+def test_addends_past_the_lengths_are_never_seen(machine, monkeypatch, dtype, family, slopes):
     """Rows there share tiles with rows that see every key; those of a broadcast q are live in another item."""
+    monkeypatch.setattr(families, "FORCED", family)
     q, k, v = qkv(np, batch=2, m=150, d=8, dtype=dtype)
-    q = q[:1]
     bias, mask = normal(np, (2, 1, 150, 150)), np.ones((2, 1, 150, 150), bool)
-    lengths = {"q_lengths": [70, 150], "kv_lengths": [150, 90]}
+    options = {"q_lengths": [70, 150], "kv_lengths": [150, 90]}
+    if slopes:
+        options["alibi_slopes"] = np.float32([0.1])
     results = []
     for garbage in (0, np.nan, np.inf):
         bias[0, :, 70:], bias[1, :, :, 90:] = garbage, garbage
-        problem = problem_of(q, k, v, bias=bias, mask=mask, **lengths)
-        results.append(
-            (*forward(problem, machine=machine), *backward(request_of(machine, problem), machine=machine))
-        )
-    assert_same(results[1], results[0])
-    assert_same(results[2], results[0])
+        for own_q in (q, q[:1]):
+            problem = problem_of(own_q, k, v, bias=bias, mask=mask, **options)
+            gradients = backward(request_of(machine, problem), machine=machine)
+            results.append((*forward(problem, machine=machine), *gradients))
+    for index in (0, 1):
+        assert_same(results[index + 2], results[index])
+        assert_same(results[index + 4], results[index])
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])

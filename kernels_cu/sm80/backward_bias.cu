@@ -90,7 +90,7 @@ struct Backward {
       multiply_queries(dp, shared + kAtO, read_o, shared + kAtV, read_v, n * kStep);
       const u32 staged = shared + kAtAddends + warp_index() * kAddendBytes;
       if constexpr (kMaskOrBias) {
-        const AddendSource source{addends_of(p, item, head), p.seqlen_q, p.seqlen_k};
+        const AddendSource source{addends_of(p, item, head), rules.sight.q_length, rules.sight.kv_length};
         source.stage<kWarpRows, kStep>(staged, own_row, at);
       }
       if constexpr (!kPlainScores) rules.scale(s, unused, own_row, at, staged);

@@ -140,7 +140,7 @@ struct Backward {
     multiply_keys<TileQ, kHeadDim>(s, shared, q_tile(x), read_q, step_row);
     const u32 staged = shared + kAtAddends + pair * kAddendBytes;
     if constexpr (kMaskOrBias) {
-      const AddendSource source{addends_of(p, pass.item, head), p.seqlen_q, p.seqlen_k};
+      const AddendSource source{addends_of(p, pass.item, head), pass.sight.q_length, pass.sight.kv_length};
       source.stage<kStep, kPairRows>(staged, row, col);
     }
     if constexpr (!kPlainScores) rules.scale(s, derivative, col, row, staged);

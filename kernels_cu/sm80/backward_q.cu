@@ -106,7 +106,7 @@ struct Backward {
   CF_DEVICE void step(i32 col, const Interval& whole) {
     const u32 staged = shared + kAtAddends + warp_index() * kAddendBytes;
     if constexpr (kMaskOrBias) {
-      const AddendSource source{addends_of(p, pass.item, head), p.seqlen_q, p.seqlen_k};
+      const AddendSource source{addends_of(p, pass.item, head), pass.rules.sight.q_length, pass.rules.sight.kv_length};
       if (!source.stage<kWarpRows, kStep>(staged, row, col)) return;
     }
     const i32 tile = col / kBlockKV, step_row = col % kBlockKV;

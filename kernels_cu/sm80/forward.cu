@@ -48,7 +48,7 @@ struct Place {
     head = work.head;
     block_row = work.tile * kBlockQ;
     split = work.split;
-    if constexpr (kMaskOrBias) addends = {addends_of(p, item, head), p.seqlen_q, p.seqlen_k};
+    if constexpr (kMaskOrBias) addends = {addends_of(p, item, head), sight.q_length, sight.kv_length};
   }
 };
 static_assert(sizeof(Place) <= kPlaceBytes, "there is room");

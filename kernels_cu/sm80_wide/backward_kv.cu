@@ -114,7 +114,7 @@ struct Backward {
     const i32 row = tile * kBlockQ;
     Scores s, derivative;
     TileAddends<kR, kC> addends;
-    if constexpr (kMaskOrBias) addends.template load<true>(work.addends, p.seqlen_q, p.seqlen_k, col(), row);
+    if constexpr (kMaskOrBias) addends.template load<true>(work.addends, work.sight.q_length, work.sight.kv_length, col(), row);
     multiply_by_transposed(s, shared + pair() * kPairRows * TileK::kRowBytes, q_tile(tile), read_q);
     scale_scores<true>(s, derivative, work, col(), row);
     if constexpr (kMaskOrBias) addends.add_to(s);

@@ -82,7 +82,7 @@ struct Backward {
     const i32 col = tile * kBlockKV;
     TileAddends<kR, kC> addends;
     if constexpr (kMaskOrBias) {
-      if (!addends.template load<false>(work.addends, p.seqlen_q, p.seqlen_k, row(), col)) return;
+      if (!addends.template load<false>(work.addends, work.sight.q_length, work.sight.kv_length, row(), col)) return;
     }
     Scores s, derivative, dp;
     multiply_by_transposed(s, shared + tile_row() * TileQ::kRowBytes, k_tile(tile), read_k);

@@ -66,7 +66,7 @@ struct Forward {
   CF_DEVICE bool make_scores(Scores& s, i32 col, u32 keys_at) const {
     TileAddends<kR, kC> addends;
     if constexpr (kMaskOrBias) {
-      if (!addends.template load<false>(work.addends, p.seqlen_q, p.seqlen_k, row(), col)) return false;
+      if (!addends.template load<false>(work.addends, work.sight.q_length, work.sight.kv_length, row(), col)) return false;
     }
     Scores unused;
     multiply_by_transposed(s, queries, keys_at, read);

@@ -52,9 +52,9 @@ CF_DEVICE void select(Scores& s, const Place& at) {
 CF_DEVICE float distance(float ahead, int n) { return absolute(ahead + float(n / 4 * 8 + n % 2 - n / 2 % 2 * 8)); }
 CF_DEVICE float ahead_of(const Place& at) { return float(at.query + at.work.sight.offset - at.key); }
 
-// use(n, element) for the entries of this thread inside the matrix, of an array of T with these strides.
+// use(n, element) for the entries of this thread below the lengths, of an array of T with these strides.
 template <class T, class Use> CF_DEVICE void for_entries(const T* first, i64 row, i64 col, const Place& at, Use use) {
-  const i32 rows = at.p.seqlen_q - at.query, cols = at.p.seqlen_k - at.key;
+  const i32 rows = at.work.sight.q_length - at.query, cols = at.work.sight.kv_length - at.key;
   const T* from = first + at.query * row + at.key * col;
   CF_UNROLL
   for (int n = 0; n < kScores; ++n) {
