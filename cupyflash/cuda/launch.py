@@ -14,7 +14,7 @@ from .backward_recipe import backward_recipe
 from .families import choose_family
 from .flatten import flat_backward, flat_forward
 from .machine import gpu
-from .operands import GRADIENTS, layouts, numbers, tensors
+from .operands import GRADIENTS, layout_in_order, layouts, numbers, tensors
 from .params import ADDRESSES, CALL_BYTES, Layout, lead_axes, pack_call
 from .recipe import Recipe, Sizes, forward_recipe
 from .sm90_launch import readable
@@ -34,10 +34,11 @@ def forward(
     with machine.current():
         arrays, sizes = _uploaded(machine, tensors(problem)), Sizes.of(problem)
         given = {name: x for name, x in (("out", out), ("lse", lse)) if x is not None}
+        made = {"out": layout_in_order(problem.out_shape, problem.out_dtype, problem.q)}
         family, _ = choose_family(problem, machine.compute_capability)
-        if not fits(sizes, layouts(arrays | given), family.lead_axes):
+        if not fits(sizes, made | layouts(arrays | given), family.lead_axes):
             return flat_forward(
-                problem, out, lse, lambda flat: forward(flat, need_lse=need_lse, machine=machine)
+                problem, out, lse, lambda flat, x: forward(flat, x, need_lse=need_lse, machine=machine)
             )
         if family.arch_suffix:
             arrays |= readable(problem)
@@ -70,8 +71,10 @@ def backward(request: BackwardRequest, *, workspace: Any = None, machine: Any = 
     with machine.current():
         arrays, sizes = _uploaded(machine, tensors(p)) | _cotangents(request), Sizes.of(p)
         targets = {GRADIENTS[name]: x for name, x in zip(GRADIENT_NAMES, request.targets) if x is not None}
+        likes = {GRADIENTS[name]: getattr(p, name) for name in request.wrt}
+        made = {name: layout_in_order(x.shape, x.dtype, x) for name, x in likes.items()}
         family, _ = choose_family(p, machine.compute_capability, backward=True)
-        if not fits(sizes, layouts(arrays | targets), family.lead_axes):
+        if not fits(sizes, made | layouts(arrays | targets), family.lead_axes):
             return flat_backward(request, lambda flat: backward(flat, machine=machine))
         results = {name: _gradient_array(machine, request, name) for name in request.wrt}
         arrays |= {GRADIENTS[name]: x for name, x in results.items()}

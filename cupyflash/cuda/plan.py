@@ -13,7 +13,7 @@ from . import module, sm90_launch
 from .backward_recipe import backward_recipe
 from .device import compute_capability, missing, require_cupy
 from .families import choose_family
-from .flatten import copied_bytes, flat_problem
+from .flatten import flat_bytes, flat_problem
 from .launch import fits
 from .operands import GRADIENTS, layout_bytes, layout_in_order, layouts, tensors
 from .params import Layout
@@ -81,12 +81,10 @@ def planned(
     chosen, passed_over = choose_family(problem, cc, family, backward=backward)
     found, results = layouts(tensors(problem)), _results(problem, backward)
     output = sum(map(layout_bytes, results.values()))
-    copied = 0
+    copied, given = 0, problem
     if not fits(Sizes.of(problem), found | results, chosen.lead_axes):
-        copied = copied_bytes(problem)
         problem = flat_problem(problem)
         found, results = layouts(tensors(problem)), _results(problem, backward)
-        copied += sum(map(layout_bytes, results.values()))
     if backward:
         found |= _cotangents(problem)
     if chosen.arch_suffix:
@@ -101,6 +99,9 @@ def planned(
     else:
         wanted = frozenset(name[1:] for name in results)
         recipe = backward_recipe(chosen.name, cc, sizes, tuple((found | results).items()), wanted, False)
+    if problem is not given:
+        workspace = recipe.workspace_bytes
+        copied = flat_bytes(given, backward, workspace + copied) - output - workspace
     return recipe, chosen.name, passed_over, copied, output
 
 
