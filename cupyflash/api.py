@@ -99,8 +99,9 @@ def attention(
     out : array or (out, lse), optional
         Where to write (the pair with return_lse); float32 is allowed for 16-bit inputs.
     workspace : uint8 array, optional
-        Device scratch of at least ``plan(...).workspace_bytes``; with it and ``out`` a call allocates nothing.
-        The CPU backend does not need it.
+        Device scratch of at least ``plan(...).workspace_bytes``; with it and ``out`` a call allocates nothing but the
+        copies in ``plan(...).copied_bytes``. Captured in a CUDA graph without it, a call keeps its own scratch for
+        good. The CPU backend does not need it.
     backend : {"cpu", "cuda"}, optional
         "cuda" with NumPy arrays copies there and back. Default: where the arrays are.
 

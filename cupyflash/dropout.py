@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from . import checks
-from .arrays import array_module, is_device
+from .arrays import array_module, as_operand, is_device
 from .philox import low_word, philox4x32
 
 _BLOCK = 16
@@ -252,6 +252,8 @@ def _number_range(origin_t: Any, head_shape: tuple[int, ...]) -> tuple[int, int]
 
 def _counter(x: Any, name: str, high: int) -> Any:
     """A seed or offset: an int in range, or a 0-d unsigned device array, left unread."""
+    if hasattr(x, "__dlpack__") or hasattr(x, "__cuda_array_interface__"):
+        x = as_operand(x, name)
     if is_device(x):
         if x.ndim != 0 or x.dtype.kind not in "ui":
             raise TypeError(f"{name} on the device must be a 0-d integer array, got {checks.describe(x)}")

@@ -110,6 +110,13 @@ def test_a_grid_beyond_the_hardware_is_refused():
         plan(2**20, 2**12, 1, 8)
 
 
+def test_sizes_beyond_32_bits_are_refused():
+    with pytest.raises(ValueError, match=r"seqlen_k = 2147483648 is more than"):
+        cupyflash.plan(shape(1, 5, 8), *[shape(1, 2**31, 8)] * 2, arch=90)
+    with pytest.raises(ValueError, match="a leading axis = 3000000000 is more than"):
+        cupyflash.plan(*[shape(3 * 10**9, 1, 0, 8)] * 3, arch=90)
+
+
 def test_a_forced_family_is_taken_or_refused():
     x = shape(1, 1, 8, 8, dtype=np.float32)
     assert cupyflash.plan(x, x, x, arch=90, family="simt").family == "simt"
@@ -292,7 +299,9 @@ def test_results_that_need_more_leading_axes_than_their_operands_are_copied(monk
     k, v = (normal(np, shape, np.float16, seed) for seed in (1, 2))
     flat = []
     monkeypatch.setattr(launch, "flat_forward", lambda *args: flat.append(args) or (None, None))
-    machine = SimpleNamespace(current=nullcontext, owns=lambda x: True, compute_capability=90)
+    machine = SimpleNamespace(
+        current=nullcontext, owns=lambda x: True, captures=lambda: False, compute_capability=90
+    )
     launch.forward(Problem.create(q, k, v, backend="cuda"), machine=machine)
     assert flat
 

@@ -10,6 +10,7 @@ import pytest
 from support import assert_same, host, normal, qkv, same_bits
 
 import cupyflash
+from cupyflash import testing
 from cupyflash.cuda import calls, module
 
 pytestmark = pytest.mark.gpu
@@ -105,6 +106,40 @@ def test_K06_a_capture_without_a_warm_up_says_what_to_do(cupy, monkeypatch):
         try:
             with pytest.raises(RuntimeError, match="before the capture"):
                 cupyflash.attention(*arrays)
+        finally:
+            stream.end_capture()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+def test_K06_replays_leave_the_memory_of_others_alone(cupy, dtype, layout):
+    """Scratch and copies of a captured call stay its own, though the call is over."""
+    q, k, v = (testing.lay_out(x, layout) for x in qkv(cupy, heads=2, m=130, d=64, dtype=dtype))
+    results = []
+
+    def call():
+        out, vjp = cupyflash.attention_vjp(q, k, v)
+        results[:] = [out, *vjp(out)[:3]]
+
+    stream, graph = record(cupy, call)
+    with stream:
+        others = [cupy.zeros(n, cupy.uint8) for n in range(512, 300_000, 512)]
+    for _ in range(2):
+        graph.launch(stream)
+    stream.synchronize()
+    assert not any(x.any() for x in others)
+    out, vjp = cupyflash.attention_vjp(q, k, v)
+    assert_same(host(tuple(results)), host((out, *vjp(out)[:3])))
+
+
+def test_K06_layouts_that_are_copied_whole_cannot_be_captured(cupy):
+    q, k, v = (cupy.zeros((2, 3, 2, 3, 2, 2, 4, 8)).transpose(4, 3, 2, 1, 0, 5, 6, 7) for _ in "qkv")
+    cupyflash.attention(q, k[:1], v)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(RuntimeError, match="CUDA graph"):
+                cupyflash.attention(q, k[:1], v)
         finally:
             stream.end_capture()
 

@@ -45,6 +45,14 @@ def test_torch_tensors_may_stand_beside_cupy_arrays(cupy, torch):
         assert_same(host(cupyflash.attention(*arrays, kv_lengths=lengths)), host(expected))
 
 
+def test_a_seed_may_be_a_torch_tensor(cupy, torch):
+    arrays, seed = qkv(cupy, m=37, d=16), torch.tensor(3, device="cuda")
+    for _ in range(2):
+        seed += 1
+        expected = cupyflash.attention(*arrays, dropout_p=0.5, dropout_seed=int(seed))
+        assert_same(host(cupyflash.attention(*arrays, dropout_p=0.5, dropout_seed=seed)), host(expected))
+
+
 def test_torch_tensors_are_read_in_place(cupy, torch):
     q, k, v = (torch.from_dlpack(x) for x in qkv(cupy, m=9))
     _, vjp = cupyflash.attention_vjp(q, k, v)

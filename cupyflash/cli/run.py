@@ -28,7 +28,7 @@ from ._options import (
     shape_options,
     shapes,
 )
-from ._report import emit
+from ._report import emit, usage_errors
 
 DEFAULT_SHAPE = (1, 4, 1024, 64)
 REPEAT_ON_DEVICE = 3
@@ -138,7 +138,8 @@ def command(
 
 def _measured(case: Case, call: Callable[[], Any], repeat: int, backward: bool) -> dict[str, Any]:
     """Run a pass; its section of the report."""
-    planned = plan(*case.arrays, backward=backward, **case.options)
+    with usage_errors():
+        planned = plan(*case.arrays, backward=backward, **case.options)
     first = measured(call, case.on_device)
     seconds = fastest(call, repeat, case.on_device) if repeat else first.seconds
     return {

@@ -237,6 +237,7 @@ class _Call:
         _ADDRESSES.pack_into(buffer, 0, *row)
         if self.workspace:
             memory = self.allocate(self.workspace_bytes)  # kept until the launches are on their way
+            self.machine.keep_for_graph(memory)
             row.extend([0] * (len(ADDRESSES) - _WRITTEN))
             for index, offset in self.workspace:
                 row[index] = memory.ptr + offset

@@ -37,11 +37,12 @@ def forward(
         made = {"out": layout_in_order(problem.out_shape, problem.out_dtype, problem.q)}
         family, _ = choose_family(problem, machine.compute_capability)
         if not fits(sizes, made | layouts(arrays | given), family.lead_axes):
+            _refuse_capture(machine)
             return flat_forward(
                 problem, out, lse, lambda flat, x: forward(flat, x, need_lse=need_lse, machine=machine)
             )
         if family.arch_suffix:
-            arrays |= readable(problem)
+            arrays |= _kept(machine, readable(problem))
         if out is None:
             out = empty_in_order(machine.xp, problem.out_shape, problem.out_dtype, problem.q)
         if lse is None and need_lse:
@@ -51,7 +52,7 @@ def forward(
         _check_workspace(machine, workspace, recipe.workspace_bytes)
         addresses = _addresses(machine, arrays)
         if recipe.workspace:
-            workspace = machine.empty(recipe.workspace_bytes, np.uint8) if workspace is None else workspace
+            workspace = _scratch(machine, recipe) if workspace is None else workspace
             addresses |= {name: machine.address(workspace) + offset for name, offset in recipe.workspace}
         run(recipe, machine, addresses, numbers(problem))
     return out, lse
@@ -75,18 +76,21 @@ def backward(request: BackwardRequest, *, workspace: Any = None, machine: Any = 
         made = {name: layout_in_order(x.shape, x.dtype, x) for name, x in likes.items()}
         family, _ = choose_family(p, machine.compute_capability, backward=True)
         if not fits(sizes, made | layouts(arrays | targets), family.lead_axes):
+            _refuse_capture(machine)
             return flat_backward(request, lambda flat: backward(flat, machine=machine))
         results = {name: _gradient_array(machine, request, name) for name in request.wrt}
         arrays |= {GRADIENTS[name]: x for name, x in results.items()}
+        if arrays["dout"] is not request.dout:
+            machine.keep_for_graph(arrays["dout"])
         if family.name == "sm90":
-            arrays |= readable(p, arrays["dout"])
+            arrays |= _kept(machine, readable(p, arrays["dout"]))
         cc = machine.compute_capability
         wanted = frozenset(GRADIENTS[name][1:] for name in request.wrt)
         found = tuple(layouts(arrays).items())
         recipe = backward_recipe(family.name, cc, sizes, found, wanted, request.accumulate)
         _check_workspace(machine, workspace, recipe.workspace_bytes)
         if workspace is None:
-            workspace = machine.empty(recipe.workspace_bytes, np.uint8)
+            workspace = _scratch(machine, recipe)
         if not recipe.launches and not request.accumulate:
             for x in results.values():
                 x.fill(0)
@@ -149,6 +153,27 @@ def _addresses(machine: Any, arrays: dict[str, Any]) -> dict[str, int]:
                 f"{name} lies at an address that is no multiple of its itemsize {x.dtype.itemsize}: copy it first"
             )
     return found
+
+
+def _scratch(machine: Any, recipe: Recipe) -> Any:
+    """A workspace of the call's own."""
+    workspace = machine.empty(recipe.workspace_bytes, np.uint8)
+    machine.keep_for_graph(workspace)
+    return workspace
+
+
+def _kept(machine: Any, copies: dict[str, Any]) -> dict[str, Any]:
+    machine.keep_for_graph(*copies.values())
+    return copies
+
+
+def _refuse_capture(machine: Any) -> None:
+    """Flat copies come and go with the call; a graph would use their memory when it is another's."""
+    if machine.captures():
+        raise RuntimeError(
+            "these layouts are copied for the call, which a CUDA graph cannot capture: give arrays whose strides are "
+            "multiples of the itemsize and whose leading axes can be merged (C-contiguous ones can)"
+        )
 
 
 def _uploaded(machine: Any, arrays: dict[str, Any]) -> dict[str, Any]:

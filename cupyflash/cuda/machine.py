@@ -20,7 +20,7 @@ from .device import capturing, compute_capability, require_gpu
 
 MOST_UPLOADS = 256
 _uploads: dict[tuple[Any, ...], Any] = {}
-_in_graphs: list[Any] = []  # copies whose addresses a captured graph holds: never freed
+_in_graphs: list[Any] = []  # memory of ours whose addresses a captured graph holds: never freed
 _upload_lock = threading.Lock()
 
 
@@ -66,6 +66,15 @@ class Gpu:
     def empty(self, shape: Any, dtype: Any) -> Any:
         """A new array."""
         return self.xp.empty(shape, dtype)
+
+    def captures(self) -> bool:
+        """Whether the current stream is recording a CUDA graph."""
+        return capturing(self.xp)
+
+    def keep_for_graph(self, *memory: Any) -> None:
+        """Hold memory that launches use for good, if they are being captured: the graph may run at any time."""
+        if self.captures():
+            _in_graphs.extend(memory)
 
     def owns(self, x: Any) -> bool:
         """Whether an array lies here."""

@@ -16,6 +16,7 @@ import numpy as np
 
 LEAD_AXES = 4
 UNBOUNDED = 2**61  # kernels_cu/attn/mask.cuh: twice the farthest offset
+MOST = 2**31 - 2**12  # of anything counted in 32 bits, so that a tile's end is too
 KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}
 
 ADDRESSES = (
@@ -164,7 +165,7 @@ def build_record(
         raise ValueError(f"{len(sizes)} leading axes do not collapse to {LEAD_AXES}")
     pad = LEAD_AXES - len(sizes)
     record = np.zeros((), RECORD)
-    record["lead"] = record["own"] = [1] * pad + sizes
+    record["lead"] = record["own"] = [1] * pad + [_size(size, "a leading axis") for size in sizes]
     record["loop"] = 1
     for column, name in enumerate(names):
         entry = record[name]
@@ -180,9 +181,15 @@ def build_record(
     if owner is not None:
         _set_owner(record, problem, full[owner][len(problem.lead) :], record[owner]["lead"])
     for field in ("heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
-        record[field] = getattr(problem, field)
+        record[field] = _size(getattr(problem, field), field)
     record["splits"], record["accumulate"], record["bottom_right"] = splits, accumulate, problem.bottom_right
     return record
+
+
+def _size(size: int, name: str) -> int:
+    if size > MOST:
+        raise ValueError(f"{name} = {size} is more than the {MOST} that a kernel counts to: give parts of it")
+    return size
 
 
 def _set_owner(record: np.ndarray, problem: Any, tail: tuple[int, ...], lead_strides: np.ndarray) -> None:

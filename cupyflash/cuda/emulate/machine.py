@@ -186,6 +186,13 @@ class Machine:
         array.reshape(-1).view(np.uint8)[...] = 0xFF
         return array
 
+    def captures(self) -> bool:
+        """There are no graphs."""
+        return False
+
+    def keep_for_graph(self, *memory: Any) -> None:
+        """Nothing to keep."""
+
     def owns(self, x: Any) -> bool:
         """Whether an array lies here."""
         return isinstance(x, np.ndarray)
