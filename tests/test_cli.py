@@ -19,7 +19,14 @@ from support import BFLOAT16, assert_same, normal, qkv
 import cupyflash
 from cupyflash import reference, testing
 from cupyflash.cli import _case, main
-from cupyflash.cli._judge import part_arguments, sampled_columns, sampled_rows
+from cupyflash.cli._judge import (
+    Part,
+    _Found,
+    _judged_together,
+    part_arguments,
+    sampled_columns,
+    sampled_rows,
+)
 from cupyflash.cli._report import steps
 from cupyflash.cuda import device
 from cupyflash.problem import Problem
@@ -564,3 +571,17 @@ def test_info_says_why_there_is_no_cuda(monkeypatch):
     assert found["available"] is False
     assert "CuPy is not installed" in found["reason"]
     assert "cupyflash[cuda12]" in found["reason"]
+
+
+def test_a_lucky_plain_computation_fails_no_sound_result():
+    exact = np.linspace(0.5, 1.0, 64).reshape(1, 1, 8, 8)
+    sound, wrong = (exact.astype(np.float32) + np.float32(error) for error in (4e-7, 1e-4))
+    part = Part((), slice(0, 1), slice(0, 8), slice(0, 8))
+
+    def line(actual):
+        plain = lambda order: {"out": exact.astype(np.float32) if order < 3 else sound}  # noqa: E731
+        return _judged_together("out", "out", [_Found(part, {"out": actual}, plain, {"out": exact})])
+
+    assert line(sound)["passed"]
+    assert not line(wrong)["passed"]
+    assert line(wrong)["worst_part"] == "item (), heads 0:1, rows 0:8, keys 0:8"
