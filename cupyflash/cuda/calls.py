@@ -271,7 +271,8 @@ def _units(arrays: dict[str, Any], family: Family) -> tuple[tuple[int, int], ...
     units = {name: x.dtype.itemsize for name, x in arrays.items()}
     if family.arch_suffix:
         read_in_pairs = {name: 2 * units[name] for name in ("mask", "bias") if name in units}
-        units |= dict.fromkeys(("q", "k", "v"), ALIGNMENT) | read_in_pairs
+        by_tma = ("q", "k", "v") if units["q"] == 2 else ()
+        units |= dict.fromkeys(by_tma, ALIGNMENT) | read_in_pairs
     return tuple((ADDRESSES.index(name), unit) for name, unit in units.items() if unit > 1)
 
 

@@ -8,10 +8,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import simt, sm80, sm80_wide, sm90, sm90_backward, source
+from . import simt, sm80, sm80_wide, sm90, sm90_backward, sm90_wide, source
 from .families import FAMILIES, family_of
 
-Geometry = simt.Geometry | sm80.Geometry | sm80_wide.Geometry | sm90.Geometry | sm90_backward.Geometry
+Geometry = (
+    simt.Geometry
+    | sm80.Geometry
+    | sm80_wide.Geometry
+    | sm90.Geometry
+    | sm90_backward.Geometry
+    | sm90_wide.Geometry
+)
 
 # The options that are compile-time, as in Config.options: what changes the inner loop. Everything else (positions,
 # lengths, sinks, the exact head dims, strides) is run-time.
@@ -30,13 +37,14 @@ PREPOST = "prepost"  # what stands before and after the attention kernels of any
 # Which of them run beside the kernels of any family, and beside whose.
 _ANY = ("delta", "sum_partials", "sum_rows")
 _ROWS = ("row_stats", "finish_queries", "clear_sums")
-_BESIDE = {"sm80": (*_ANY, "combine", *_ROWS), "sm90": (*_ANY, *_ROWS)}
+_BESIDE = {"sm80": (*_ANY, "combine", *_ROWS), "sm90": (*_ANY, *_ROWS), "sm90_wide": (*_ANY, "split")}
 PREPOST_KERNELS = frozenset(itertools.chain(_ANY, *_BESIDE.values()))
 PREPOST_THREADS = 256
 ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 # By family -> geometries. Keys: (kernel, bytes of the score type), also with the options, also with the architecture.
 TABLES: dict[str, dict[Any, tuple[Any, ...]]] = {
     "sm90": sm90.TABLE | sm90_backward.TABLE,
+    "sm90_wide": sm90_wide.TABLE,
     "sm80": sm80.TABLE,
     "sm80_wide": sm80_wide.TABLE,
     "simt": simt.TABLE,
@@ -117,7 +125,7 @@ class Config:
             lines += [_constant(name, value) for name, value in constants.items()]
         elif self.kernel == "finish_queries":
             lines.append(_constant("kSharedBytes", self.shared_bytes))
-        if isinstance(self.geometry, sm90.Geometry | sm90_backward.Geometry):
+        if isinstance(self.geometry, sm90.Geometry | sm90_backward.Geometry | sm90_wide.Geometry):
             lines.append(self.geometry.wrappers(self.dtype))
         return "\n".join(lines)
 

@@ -46,6 +46,10 @@ class Family:
         How many leading axes that do not merge it takes in place.
     on_request : bool
         Whether it takes only calls that ask for it, by its name or by one of its precisions.
+    least_queries : int
+        With fewer it takes only calls that ask for it by its name.
+    backward_of : str
+        The family that runs the backward of a call that asks for this one, which has none; "": its own.
     """
 
     name: str
@@ -59,6 +63,8 @@ class Family:
     slope_gradients: bool = True
     lead_axes: int = LEAD_AXES
     on_request: bool = False
+    least_queries: int = 0
+    backward_of: str = ""
 
     def arch(self, cc: int) -> str:
         """The architecture to compile for, as in sm_<arch>."""
@@ -88,6 +94,8 @@ class Family:
             return reason
         if backward and not self.slope_gradients and problem.alibi_slopes is not None:
             return "rounds weights before it sums them up, which gradients of ALiBi slopes do not bear"
+        if backward and self.backward_of:
+            return "has no backward"
         if self.arch_suffix and backward and problem.seqlen_k == 0:
             return "has no backward without keys"
         if problem.precision not in (None, *self.precisions):
@@ -106,6 +114,19 @@ FAMILIES = (
         precisions=(),
         slope_gradients=False,
         lead_axes=2,
+    ),
+    Family(
+        name="sm90_wide",
+        least_cc=90,
+        most_cc=90,
+        arch_suffix="a",
+        dtypes=("float32",),
+        most_head_dim=128,
+        precisions=("tf32x3",),
+        lead_axes=2,
+        on_request=True,
+        least_queries=256,
+        backward_of="sm80_wide",
     ),
     Family(
         name="sm80",
@@ -157,16 +178,23 @@ def choose_family(
     """
     if wanted := forced or FORCED:
         family = family_of(wanted)
+        if backward and family.backward_of:
+            family = family_of(family.backward_of)
         if reason := family.refusal(problem, cc, backward):
             raise ValueError(f"the family {wanted!r} was asked for but does not take this call: it {reason}")
+        reasons = {wanted: "has no backward"}
         return family, tuple(
-            (other.name, f"{wanted} was asked for") for other in FAMILIES if other is not family
+            (other.name, reasons.get(other.name, f"{wanted} was asked for"))
+            for other in FAMILIES
+            if other is not family
         )
     passed_over: list[tuple[str, str]] = []
     for family in FAMILIES:
         reason = family.refusal(problem, cc, backward)
         if reason is None and family.on_request and problem.precision is None:
             reason = "runs only when asked for, by its name or by precision="
+        if reason is None and problem.seqlen_q < family.least_queries:
+            reason = f"leaves fewer than {family.least_queries} queries to families that prepare less"
         if reason is None and family.name == "sm90" and runs_of_keys(problem) > 1:
             reason = "leaves few queries with many keys to the sm80 family, which cuts the keys into runs"
         if reason is None:

@@ -24,6 +24,7 @@ ADDRESSES = (
     *("q_length", "kv_length", "query_offset", "dropout_t", "dropout_seed", "dropout_offset"),
     *("dout", "dlse", "delta", "row_delta", "slope_rows", "partials"),
     *("row_stats", "dq_sums", "turns"),
+    *("k_planes", "v_planes"),
     *("dq", "dk", "dv", "dbias", "dsinks", "dslopes"),
 )
 _NUMBERS = (
@@ -36,7 +37,10 @@ NUMBERS = tuple(name for name, _ in _NUMBERS)
 _CALL = struct.Struct(f"={len(ADDRESSES)}Q" + "".join(code for _, code in _NUMBERS))
 CALL_BYTES = _CALL.size
 
-MATRICES = ("q", "k", "v", "out", "lse", "mask", "bias", "dout", "dlse", "delta", "dq", "dk", "dv", "dbias")
+MATRICES = (
+    *("q", "k", "v", "out", "lse", "mask", "bias", "dout", "dlse", "delta", "dq", "dk", "dv", "dbias"),
+    *("k_planes", "v_planes"),
+)
 VECTORS = ("sinks", "slopes", "dsinks", "dslopes")
 INTEGERS = ("q_length", "kv_length", "query_offset", "dropout_t", "dropout_seed", "dropout_offset")
 _KINDS = ("out", "bias", "sinks", "slopes", "dq", "dk", "dv", "dbias", "dsinks", "dslopes")
@@ -125,7 +129,7 @@ def _tail(name: str, problem: Any) -> tuple[int, ...]:
     m, n, d, e = problem.seqlen_q, problem.seqlen_k, problem.head_dim, problem.head_dim_v
     tails = {"q": (m, d), "dq": (m, d), "k": (n, d), "dk": (n, d), "v": (n, e), "dv": (n, e)}
     tails |= {"out": (m, e), "dout": (m, e)}
-    heads = problem.heads_kv if name in {"k", "dk", "v", "dv"} else problem.heads_q
+    heads = problem.heads_kv if name in {"k", "dk", "v", "dv", "k_planes", "v_planes"} else problem.heads_q
     return (heads, m) if name in _ROWS else (heads, *tails.get(name, (m, n)))
 
 

@@ -17,6 +17,7 @@ from .configs import Config, choose, in_runs
 from .params import Layout, build_record
 from .simt import ceil
 from .sm90_launch import Extras, plain_scale
+from .sm90_wide_launch import PlaneExtras, add_planes, split_blocks
 
 MOST_BLOCKS = 2**31 - 1
 
@@ -99,12 +100,29 @@ class Recipe:
 def forward_recipe(family: str, cc: int, sizes: Sizes, layouts: Layouts) -> Recipe:
     """The forward: one kernel, no workspace; or keys in runs whose results are joined."""
     config = config_of(family, "forward", cc, sizes)
+    if family == "sm90_wide":
+        return _forward_on_planes(config, sizes, dict(layouts))
     if family == "sm80" and sizes.rows and (runs := sm80.runs_of_keys(sizes)) > 1:
         return _forward_in_runs(config, cc, runs, sizes, layouts)
     grid = config.geometry.blocks("forward", sizes, sizes.batch)
     record = build_record(sizes, dict(layouts))
     extras = Extras.of(config, sizes, dict(layouts), record) if config.family == "sm90" else None
     return Recipe((Launch(config, grid, record.tobytes(), extras=extras),) if grid else ())
+
+
+def _forward_on_planes(config: Any, sizes: Sizes, layouts: dict[str, Layout]) -> Recipe:
+    """Keys and values are split into planes of bfloat16, in the workspace."""
+    grid = config.geometry.blocks("forward", sizes, sizes.batch)
+    if not grid:
+        return Recipe(())
+    workspace, workspace_bytes = add_planes(layouts)
+    record = build_record(sizes, layouts)
+    split = choose(config.family, "split", config.dtype, sizes.head_dim, sizes.head_dim_v, sizes.options, 0)
+    launches = (
+        Launch(split, split_blocks(layouts), record.tobytes()),
+        Launch(config, grid, record.tobytes(), extras=PlaneExtras.of(config, sizes, layouts, record)),
+    )
+    return Recipe(launches if sizes.seqlen_k else launches[1:], workspace, workspace_bytes)
 
 
 def _forward_in_runs(config: Any, cc: int, runs: int, sizes: Sizes, layouts: Layouts) -> Recipe:

@@ -110,11 +110,15 @@ class Copy(NamedTuple):
 def copies(problem: Any, *, backward: bool = False) -> dict[str, Copy]:
     """The operands that the kernel cannot read in place, and how they are copied: with rows padded to whole units.
 
-    They are q, k and v that TMA does not take, and in the forward a mask or bias whose columns cannot be
+    They are q, k and v of 16 bits that TMA does not take, and in the forward a mask or bias whose columns cannot be
     read in pairs, or whose dtype is neither that of q nor float32.
     """
     p = problem
-    wanted = {name: (getattr(p, name), ALIGNMENT // p.dtype.itemsize, p.dtype) for name in ("q", "k", "v")}
+    wanted: dict[str, tuple[Any, int, np.dtype[Any]]] = {}
+    if p.dtype.itemsize == 2:
+        wanted |= {
+            name: (getattr(p, name), ALIGNMENT // p.dtype.itemsize, p.dtype) for name in ("q", "k", "v")
+        }
     if not backward and p.mask is not None and not _one_column(p.mask):
         wanted["mask"] = (p.mask, 2, p.mask.dtype)
     if not backward and p.bias is not None and not _one_column(p.bias):

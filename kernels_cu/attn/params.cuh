@@ -25,6 +25,7 @@ struct Call {
   void *slope_rows;                         // workspace, same shape: sum over keys of -distance * dS
   void *partials;                           // workspace of the bias gradient: (splits, elements of dbias), or 0
   void *row_stats, *dq_sums, *turns;        // workspaces of the sm90 backward: attn/backward_rows.cuh
+  void *k_planes, *v_planes;                // workspace: k and v as planes (core/planes.cuh)
   void *dq, *dk, *dv, *dbias, *dsinks, *dslopes;
 
   double scale, softcap;                    // softcap 0: none
@@ -39,6 +40,7 @@ struct Params {
   Call call;
 
   Strides q, k, v, out, lse, mask, bias, dout, dlse, delta, dq, dk, dv, dbias;
+  Strides k_planes, v_planes;
   Strides sinks, slopes, dsinks, dslopes;   // lead and head alone
   Integer q_length, kv_length, query_offset, dropout_t, dropout_seed, dropout_offset;
 

@@ -19,13 +19,16 @@ CF_DEVICE float fast_tanh(float x) {
 }
 
 // softcap * tanh(scale * product / softcap). Near 0 the plain formula 1 - 2 / (1 + e^2x) loses 2^-23 of the softcap:
-// too little to be seen while that is small.
+// too little to be seen in 16 bits while that is small.
 constexpr float kSmallSoftcap = 64.0f;
 
 CF_DEVICE void cap(Scores& s, const ScoreTerms<float>& terms, float scale) {
   const float softcap = terms.softcap, inverse = terms.inverse_softcap;
   const float power = times(times(scale, inverse), 2.0f * kLog2e);
-  if (softcap <= kSmallSoftcap && absolute(power) < 1e30f) {
+  if constexpr (sizeof(Element) == 4) {
+    CF_UNROLL
+    for (int n = 0; n < kScores; ++n) s[n] = times(softcap, hyperbolic_tangent(times(times(s[n], scale), inverse)));
+  } else if (softcap <= kSmallSoftcap && absolute(power) < 1e30f) {
     CF_UNROLL
     for (int n = 0; n < kScores; ++n) {
       s[n] = fused(-2.0f * softcap, rcp_approx_ftz(ex2_approx_ftz(times(s[n], power)) + 1.0f), softcap);

@@ -14,9 +14,10 @@
 #include "core/warp.cuh"
 #include "sm90/scores.cuh"
 
-constexpr float kFusedLimit = 1048576.0f;       // 2^20
+constexpr float kFusedLimit = sizeof(Element) == 4 ? 0.0f : 1048576.0f;          // 2^20; never in float32
 constexpr float kTileSumLimit = 32768.0f;       // 2^15: a thread's sum over a tile; float16 holds such weights
-constexpr float kLazyLimit = 8.0f;              // careful steps: the reference may be 2^8 too small
+// Careful steps: the reference may be 2^8 too small; in float32 it never is. So there the weight of a lone key is 1.
+constexpr float kLazyLimit = sizeof(Element) == 4 ? 0.0f : 8.0f;
 
 struct Reference { float shift, log2; };
 

@@ -1,0 +1,88 @@
+"""Keys and values as planes of bfloat16, in the workspace of a float32 forward on Hopper, and the launch on them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .configs import PREPOST_THREADS, Config
+from .params import ADDRESSES, Layout
+from .simt import ceil
+from .sm90_launch import Extras
+from .sm90_wide import PANEL, PLANES
+from .tensormap import Form
+
+if TYPE_CHECKING:
+    from .recipe import Sizes
+
+SPLIT_COLUMNS = 8  # of a thread: kernels_cu/prepost/split.cu
+_NAMES = ("k_planes", "v_planes")
+_ADDRESSES = tuple(map(ADDRESSES.index, _NAMES))
+_BITS = np.dtype(np.uint16)  # of a bfloat16
+_ALIGNMENT = 256  # of planes in the workspace
+
+
+def planes_of(layout: Layout) -> Layout:
+    """The planes of a tensor: rows of hi | mid | lo, dense, those of broadcast axes once."""
+    *outer, columns = layout.shape
+    shape = (*outer, PLANES * PANEL * ceil(columns, PANEL))
+    last = len(shape) - 2  # rows and columns are never shared
+    own = [axis >= last or stride != 0 for axis, stride in enumerate(layout.strides)]
+    kept = [n if mine else 1 for n, mine in zip(shape, own)]
+    strides = (_BITS.itemsize * math.prod(kept[axis + 1 :]) if mine else 0 for axis, mine in enumerate(own))
+    return Layout(shape, tuple(strides), _BITS)
+
+
+def planes_bytes(layout: Layout) -> int:
+    """How large such planes are."""
+    return _BITS.itemsize * math.prod(n for n, stride in zip(layout.shape, layout.strides) if stride)
+
+
+def add_planes(layouts: dict[str, Layout]) -> tuple[tuple[tuple[str, int], ...], int]:
+    """Where the planes lie in the workspace, and how large that is; their layouts join the others."""
+    workspace: list[tuple[str, int]] = []
+    end = 0
+    for name, source in zip(_NAMES, ("k", "v")):
+        layouts[name] = planes_of(layouts[source])
+        workspace.append((name, end))
+        end += ceil(planes_bytes(layouts[name]), _ALIGNMENT) * _ALIGNMENT
+    return tuple(workspace), end
+
+
+def split_blocks(layouts: Mapping[str, Layout]) -> int:
+    """Of the launch that makes the planes."""
+    elements = sum(planes_bytes(layouts[name]) for name in _NAMES) // _BITS.itemsize
+    return ceil(elements, PLANES * SPLIT_COLUMNS * PREPOST_THREADS)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlaneExtras(Extras):
+    """The second and third argument of a launch on planes: maps of keys and values alone."""
+
+    @classmethod
+    def of(
+        cls, config: Config, sizes: Sizes, layouts: Mapping[str, Layout], record: np.ndarray
+    ) -> PlaneExtras:
+        """For a launch with that record."""
+        g, s = config.geometry, sizes
+        assert g is not None
+        outer = record["lead"][:-3:-1].tolist()
+        forms: list[Form | None] = []
+        for name in _NAMES:
+            entry = record[name]
+            lengths = [layouts[name].shape[-1], s.seqlen_k, s.heads_kv, *outer]
+            strides = [int(entry[field]) for field in ("col", "row", "head")] + entry["lead"][:-3:-1].tolist()
+            forms.append(None if 0 in lengths else Form("bfloat16", lengths, strides, (PANEL, g.block_kv)))
+        columns = sum(layouts[name].shape[-1] for name in _NAMES)
+        head_bytes = _BITS.itemsize * s.seqlen_k * columns * s.heads_kv / s.heads_q
+        query_tiles = ceil(s.seqlen_q, g.block_q)
+        return cls((None, *forms, None), query_tiles, s.batch * s.heads_q, head_bytes, any(s.options[:2]))
+
+    def maps(self, addresses: Sequence[int]) -> bytes:
+        """The maps, from the record's addresses."""
+        k, v = (addresses[index] for index in _ADDRESSES)
+        return super().maps([0, k, v, 0])
