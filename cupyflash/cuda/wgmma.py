@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 _TYPES = {"float16": "f16", "bfloat16": "bf16"}
+# What stands for the instruction on a CPU: kernels_cu/core/emulate/ptx_sm90.cuh.
+_EMULATED = """namespace emulate {
+template <class T, bool a_by_rows, bool b_by_rows, int count, class A>
+void wgmma(float (&d)[count], A a, unsigned long long b, bool accumulate);
+}
+"""
 
 
 def wrapper(
@@ -45,11 +51,16 @@ def wrapper(
     outputs = ", ".join(f'"{"=" if first else "+"}f"(d[{n}])' for n in range(count))
     inputs = ", ".join(f'"r"(a[{n}])' for n in range(4)) if a_in_registers else '"l"(a)'
     parameter = "const unsigned* a" if a_in_registers else "unsigned long long a"
+    signature = (
+        f"void {name}(float (&d)[{count}], {parameter}, unsigned long long b{'' if first else ', int accumulate'})"
+    )
+    kinds = f"{dtype}, {a_by_rows:d}, {b_by_rows:d}"
     return (
-        f"__device__ __forceinline__ void {name}(float (&d)[{count}], {parameter}, unsigned long long b"
-        f"{'' if first else ', int accumulate'}) {{\n"
+        f"#ifdef CUPYFLASH_EMULATE\n{_EMULATED}"
+        f"inline {signature} {{ emulate::wgmma<{kinds}>(d, a, b, {'false' if first else 'accumulate'}); }}\n"
+        f"#else\n__device__ __forceinline__ {signature} {{\n"
         f'  asm volatile("{{ .reg .pred p; setp.ne.b32 p, {flag}, 0; '
         f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
         f'{{{accumulators}}}, {a}, %{b}, p, 1, 1, {transposed}; }}"\n'
-        f'               : {outputs}\n               : {inputs}, "l"(b){scale});\n}}\n'
+        f'               : {outputs}\n               : {inputs}, "l"(b){scale});\n}}\n#endif\n'
     )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 _MESSAGE_BYTES = 4096
+_ALIGNMENT = 64  # of arguments: tensor maps ask for it
 
 
 class EmulationError(RuntimeError):
@@ -125,13 +126,16 @@ class Function:
             raise TypeError(
                 f"{self.name} has parameters of {self.parameter_bytes} bytes, got arguments of {given}"
             )
-        held = [ctypes.create_string_buffer(value, len(value)) for value in values]
+        held = [ctypes.create_string_buffer(len(value) + _ALIGNMENT) for value in values]
+        places = [ctypes.addressof(x) + -ctypes.addressof(x) % _ALIGNMENT for x in held]
+        for place, value in zip(places, values):
+            ctypes.memmove(place, value, len(value))
         memory = self.memory(values) if self.checked and self.memory else ()
         ranges = [_Range(m.name.encode(), m.begin, m.end, m.writable) for m in memory]
         message = ctypes.create_string_buffer(_MESSAGE_BYTES)
         launch = _Launch(
             kernel=self.name.encode(),
-            arguments=(ctypes.c_void_p * len(held))(*map(ctypes.addressof, held)),
+            arguments=(ctypes.c_void_p * len(places))(*places),
             ranges=(_Range * len(ranges))(*ranges),
             range_count=len(memory),
             seed=self.seed,

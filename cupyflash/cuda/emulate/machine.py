@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...problem import Gradients, Problem
 from ...request import BackwardRequest
+from .. import tensormap
 from ..configs import Config, shared_limit
 from ..launch import backward, forward
 from ..params import ADDRESSES, RECORD
@@ -18,11 +20,18 @@ from .build import MODES, build, missing
 from .kernel import Function, Memory
 
 _MOST_ARRAYS = 256
-_FAMILIES = ("simt", "sm80", "sm80_wide", "prepost")  # whose words all have a second implementation
+_FAMILIES = (
+    "simt",
+    "sm80",
+    "sm80_wide",
+    "sm90_wide",
+    "prepost",
+)  # whose words all have a second implementation
 _WRITTEN = {
     "forward": ("out", "lse", "partials"),
     "decode": ("partials",),
     "combine": ("out", "lse"),
+    "split": ("k_planes", "v_planes"),
 }  # by kernel; the others write
 _WRITTEN_BACKWARD = (
     "row_delta",
@@ -106,6 +115,7 @@ class Machine:
         self.compute_capability = compute_capability
         self.launched: list[Config] = []
         self._functions: dict[Config, Function] = {}
+        self._counter = np.zeros(2, np.uint32)
         self._arrays: dict[
             int, int
         ] = {}  # memory whose addresses were taken: its begin and end, the latest last
@@ -151,9 +161,23 @@ class Machine:
         """Whose `empty` makes results."""
         return self
 
-    def current(self) -> AbstractContextManager[Any]:
-        """There is but one."""
-        return nullcontext()
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """There is but one; tensor maps are made for it."""
+        before = tensormap.ENCODER.set(tensormap.plain_map)
+        try:
+            yield
+        finally:
+            tensormap.ENCODER.reset(before)
+
+    @property
+    def multiprocessors(self) -> int:
+        """Blocks of a launch whose blocks stay: few, so that each has several pieces of work."""
+        return 3
+
+    def counter(self) -> int:
+        """The address of two zeros, left as zeros."""
+        return self._counter.__array_interface__["data"][0]
 
     def load(self, config: Config) -> _Loaded:
         """The kernel, compiled if the cache has not got it yet."""
@@ -219,7 +243,8 @@ class Machine:
     def _memory(self, values: Sequence[bytes], written: Sequence[str]) -> list[Memory]:
         """The arrays behind the addresses in the record."""
         call = np.frombuffer(values[0], RECORD)[0]["call"]
-        found = []
+        begin = self.counter()
+        found = [Memory("counter", begin, begin + self._counter.nbytes, True)]
         for name in ADDRESSES:
             if address := int(call[name]):
                 around = (

@@ -35,7 +35,7 @@ bool Block::run(u32 index) {
     Fiber& fiber = fibers_[n];
     fiber = Fiber{};
     fiber.index = n;
-    fiber.block = index;
+    fiber.block = index, fiber.blocks = launch_.grid;
     fiber.home = this;
     fiber.stack = stacks_.of(n);
     fiber.context.start(fiber.stack, Stacks::kBytes, body);

@@ -1,5 +1,5 @@
-// Of core/ptx_sm90.cuh on a CPU: barriers, and what needs no model of memory beyond them. TMA and wgmma are not here: a
-// kernel that uses them does not compile for the CPU. TMA would copy and then call emulate::complete_tx.
+// Of core/ptx_sm90.cuh on a CPU: barriers, loads by TMA and wgmma, each of which is done when it is issued. What other
+// forms of TMA there are is not here: a kernel that uses them does not compile for the CPU.
 #pragma once
 #include "core/emulate/ptx_sm80.cuh"
 
@@ -35,7 +35,105 @@ CF_UNANNOUNCED inline void complete_tx(u32 address, i32 bytes) {
   end_phase_if_due(bar);
 }
 
+// The element at a byte of a tile that is swizzled by 128 bytes; a fault beyond the block's shared memory.
+template <class T> CF_UNANNOUNCED T& swizzled_at(u32 byte) {
+  const u32 place = byte ^ (byte >> 7 & 7) << 4;
+  return *reinterpret_cast<T*>(shared_memory(place + sizeof(T)) + place);
+}
+
+// Where a wgmma's descriptor says that an element of its operand lies: the operand is `across` x 16 deep.
+template <bool kByRows> CF_UNANNOUNCED u16 operand(u64 descriptor, u32 across, u32 deep) {
+  const u32 tile = (u32(descriptor) & 0x3fff) << 4, panel = (u32(descriptor >> 16) & 0x3fff) << 4;
+  if (u32(descriptor >> 32) != (1024 >> 4 | 1u << 30)) fault("wgmma: a descriptor %llx of another layout", descriptor);
+  if (kByRows) return swizzled_at<u16>(tile + across / 64 * panel + deep * 128 + across % 64 * 2);
+  return swizzled_at<u16>(tile + across * 128 + deep * 2);
+}
+
+// A row of `a`: from a descriptor, or from the registers of the four lanes that share it.
+template <class T, bool kByRows> CF_UNANNOUNCED void rows_of_a(float (&rows)[2][16], u64 a, u32 row) {
+  for (u32 h = 0; h < 2; ++h) {
+    for (u32 k = 0; k < 16; ++k) rows[h][k] = float(Format<T>::value(operand<kByRows>(a, row + 8 * h, k)));
+  }
+}
+template <class T, bool kByRows> CF_UNANNOUNCED void rows_of_a(float (&rows)[2][16], const u32* a, u32) {
+  struct Record { const u32* a; u32 all[4][4]; } record{a, {}};
+  wait_for_warp({"wgmma", "", 0}, &record, [](void* const* records) CF_UNANNOUNCED {
+    for (u32 lane = 0; lane < 32; ++lane) {
+      for (u32 n = 0; n < 16; ++n) {
+        static_cast<Record*>(records[lane])->all[n / 4][n % 4] =
+            static_cast<const Record*>(records[lane / 4 * 4 + n / 4])->a[n % 4];
+      }
+    }
+  });
+  for (u32 h = 0; h < 2; ++h) {
+    for (u32 k = 0; k < 16; ++k) {
+      rows[h][k] = float(Format<T>::value(u16(record.all[k % 8 / 2][h + k / 8 * 2] >> (k % 2 * 16))));
+    }
+  }
+}
+
+// d += a b of 64 x columns, 16 deep, as a warp's lanes hold it; sums are cut toward zero.
+template <class T, bool kAByRows, bool kBByRows, int kCount, class A>
+CF_UNANNOUNCED void wgmma(float (&d)[kCount], A a, u64 b, bool accumulate) {
+  const u32 lane = thread_index() % 32, row = thread_index() % 128 / 32 * 16 + lane / 4;
+  float rows[2][16];
+  rows_of_a<T, kAByRows>(rows, a, row);
+  for (u32 n = 0; n < kCount / 2; ++n) {
+    const u32 column = n / 2 * 8 + lane % 4 * 2 + n % 2;
+    double column_of_b[16];
+    for (u32 k = 0; k < 16; ++k) column_of_b[k] = Format<T>::value(operand<kBByRows>(b, column, k));
+    for (u32 h = 0; h < 2; ++h) {
+      float& sum = d[n / 2 * 4 + 2 * h + n % 2];
+      double exact = accumulate ? double(sum) : 0.0;
+      for (u32 k = 0; k < 16; ++k) exact += rows[h][k] * column_of_b[k];
+      sum = __builtin_fabs(exact) < 0x1p128 ? cvt_rz_f32_f64(exact) : float(exact);
+    }
+  }
+}
+
 }  // namespace emulate
+
+// As `plain_map` of cupyflash/cuda/tensormap.py writes it.
+struct alignas(64) TensorMap { u64 address, sizes[5], strides[4]; u32 box[2], itemsize; };
+
+CF_DEVICE i32 warpgroup_index() { return i32(thread_index() / 128); }
+CF_DEVICE i32 uniform(i32 x) { return x; }
+CF_DEVICE u32 grid_size() { return emulate::who().blocks; }
+CF_DEVICE void forget() {}
+template <int N> CF_DEVICE void setmaxnreg_dec() {}
+template <int N> CF_DEVICE void setmaxnreg_inc() {}
+CF_DEVICE void fence_proxy_async_global() {}
+CF_DEVICE u32 atom_inc(u32* counter) { return emulate::increment(counter); }
+
+// Static shared memory is the first 1024 bytes of the launch's, which on a GPU are there to align what follows.
+template <class T> CF_DEVICE T& static_shared_storage() {
+  static_assert(sizeof(T) <= 1024, "room for it");
+  return *reinterpret_cast<T*>(emulate::shared_memory(1024));
+}
+CF_DEVICE u32 shared_tiles() { return 1024; }
+
+CF_DEVICE void wgmma_fence(CF_HERE) { emulate::wait_for_warp_in_order({"wgmma_fence", file, line}); }
+CF_DEVICE void wgmma_commit_group() {}
+template <int N> CF_DEVICE void wgmma_wait_group(CF_HERE) {
+  emulate::wait_for_warp_in_order({"wgmma_wait_group", file, line});
+}
+
+// Two-byte elements only. What is loaded over is not checked: who reads it must have waited for the barrier.
+CF_UNANNOUNCED inline void cp_async_bulk_tensor_5d_load(u32 to, const TensorMap& map, u32 bar, i32 c0, i32 c1, i32 c2,
+                                                        i32 c3, i32 c4) {
+  if (to % 1024 != 0) emulate::fault("cp_async_bulk_tensor_5d_load: a swizzled tile at byte %u", to);
+  for (u32 r = 0; r < map.box[1]; ++r) {
+    for (u32 c = 0; c < map.box[0]; ++c) {
+      const i64 at[5] = {c0 + i32(c), c1 + i32(r), c2, c3, c4};
+      u64 address = map.address + at[0] * map.itemsize;
+      bool inside = true;
+      for (int n = 0; n < 5; ++n) inside = inside && at[n] >= 0 && u64(at[n]) < map.sizes[n];
+      for (int n = 1; n < 5; ++n) address += at[n] * map.strides[n - 1];
+      emulate::swizzled_at<u16>(to + r * 128 + c * 2) = inside ? *reinterpret_cast<const u16*>(address) : u16(0);
+    }
+  }
+  emulate::complete_tx(bar, i32(map.box[0] * map.box[1] * map.itemsize));
+}
 
 CF_UNANNOUNCED inline void mbarrier_init(u64& bar, u32 count) {
   emulate::shared_at<emulate::Mbarrier>(shared_address(&bar)) = {u16(count), u16(count), 0, 0};
