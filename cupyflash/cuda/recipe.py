@@ -115,7 +115,7 @@ def _forward_on_planes(config: Any, sizes: Sizes, layouts: dict[str, Layout]) ->
     grid = config.geometry.blocks("forward", sizes, sizes.batch)
     if not grid:
         return Recipe(())
-    workspace, workspace_bytes = add_planes(layouts)
+    workspace, workspace_bytes = add_planes(layouts, sizes)
     record = build_record(sizes, layouts)
     split = choose(config.family, "split", config.dtype, sizes.head_dim, sizes.head_dim_v, sizes.options, 0)
     launches = (

@@ -26,12 +26,15 @@ _BITS = np.dtype(np.uint16)  # of a bfloat16
 _ALIGNMENT = 256  # of planes in the workspace
 
 
-def planes_of(layout: Layout) -> Layout:
-    """The planes of a tensor: rows of hi | mid | lo, dense, those of broadcast axes once."""
-    *outer, columns = layout.shape
-    shape = (*outer, PLANES * PANEL * ceil(columns, PANEL))
-    last = len(shape) - 2  # rows and columns are never shared
-    own = [axis >= last or stride != 0 for axis, stride in enumerate(layout.strides)]
+def planes_of(layout: Layout, lead: tuple[int, ...] | None = None) -> Layout:
+    """The planes of a tensor: rows of hi | mid | lo, dense, those of broadcast axes once.
+
+    With ``lead`` every item has planes of its own, because items differ in length.
+    """
+    *outer, heads, rows, columns = layout.shape
+    shape = (*(outer if lead is None else lead), heads, rows, PLANES * PANEL * ceil(columns, PANEL))
+    own = [stride != 0 for stride in layout.strides[:-3]] if lead is None else [True] * len(lead)
+    own += [layout.strides[-3] != 0, True, True]  # rows and columns are never shared
     kept = [n if mine else 1 for n, mine in zip(shape, own)]
     strides = (_BITS.itemsize * math.prod(kept[axis + 1 :]) if mine else 0 for axis, mine in enumerate(own))
     return Layout(shape, tuple(strides), _BITS)
@@ -42,12 +45,12 @@ def planes_bytes(layout: Layout) -> int:
     return _BITS.itemsize * math.prod(n for n, stride in zip(layout.shape, layout.strides) if stride)
 
 
-def add_planes(layouts: dict[str, Layout]) -> tuple[tuple[tuple[str, int], ...], int]:
+def add_planes(layouts: dict[str, Layout], sizes: Sizes) -> tuple[tuple[tuple[str, int], ...], int]:
     """Where the planes lie in the workspace, and how large that is; their layouts join the others."""
     workspace: list[tuple[str, int]] = []
     end = 0
     for name, source in zip(_NAMES, ("k", "v")):
-        layouts[name] = planes_of(layouts[source])
+        layouts[name] = planes_of(layouts[source], sizes.lead if "kv_length" in layouts else None)
         workspace.append((name, end))
         end += ceil(planes_bytes(layouts[name]), _ALIGNMENT) * _ALIGNMENT
     return tuple(workspace), end

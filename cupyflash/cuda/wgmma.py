@@ -51,9 +51,8 @@ def wrapper(
     outputs = ", ".join(f'"{"=" if first else "+"}f"(d[{n}])' for n in range(count))
     inputs = ", ".join(f'"r"(a[{n}])' for n in range(4)) if a_in_registers else '"l"(a)'
     parameter = "const unsigned* a" if a_in_registers else "unsigned long long a"
-    signature = (
-        f"void {name}(float (&d)[{count}], {parameter}, unsigned long long b{'' if first else ', int accumulate'})"
-    )
+    flags = "" if first else ", int accumulate"
+    signature = f"void {name}(float (&d)[{count}], {parameter}, unsigned long long b{flags})"
     kinds = f"{dtype}, {a_by_rows:d}, {b_by_rows:d}"
     return (
         f"#ifdef CUPYFLASH_EMULATE\n{_EMULATED}"

@@ -1,5 +1,5 @@
 // float as the sum of three bfloat16: hi + mid + lo. Every one of its 24 bits is in one of them, for magnitudes from
-// 2^-110 up to the last one that bfloat16 holds.
+// 2^-110 on.
 #pragma once
 #include "core/numeric.cuh"
 #include "core/ptx_sm80.cuh"
@@ -10,6 +10,7 @@ constexpr int kHi = 0, kMid = 1, kLo = 2;
 // Two floats at once, packed with the first in the lower half.
 struct PlanePair { u32 plane[kPlanes]; };
 
+// Magnitudes up to the last one that bfloat16 holds, 2^128 - 2^120: beyond, hi is infinite.
 CF_DEVICE PlanePair split(float low, float high) {
   PlanePair pair;
   CF_UNROLL
@@ -19,4 +20,17 @@ CF_DEVICE PlanePair split(float low, float high) {
     high -= float_of(pair.plane[n] & 0xffff0000u);
   }
   return pair;
+}
+
+// x, or what is nearest to it that bfloat16 does not round to infinity.
+CF_DEVICE float held(float x) {
+  const float most = float_of(0x7f7f0000u), size = absolute(x);
+  return size > most && size < Limits<float>::infinity() ? (x < 0.0f ? -most : most) : x;
+}
+
+// All magnitudes.
+CF_DEVICE PlanePair split_any(float low, float high) {
+  const u32 hi = cvt_rn_x2<bfloat16>(held(low), held(high));
+  const PlanePair rest = split(low - float_of(hi << 16), high - float_of(hi & 0xffff0000u));
+  return {hi, rest.plane[kHi], rest.plane[kMid]};
 }

@@ -1,6 +1,7 @@
 // Before the forward: k and v are split into planes of bfloat16 (core/planes.cuh). A row becomes hi | mid | lo, each of
-// as many columns, whole panels of 64, filled up with zeros. What is broadcast over heads or items is split once.
-#include "attn/rows.cuh"
+// as many columns, whole panels of 64, filled up with zeros; rows past the length are zeros, whatever lies there. What is
+// broadcast over heads is split once, and over items if all have one length.
+#include "attn/mask.cuh"
 #include "core/block.cuh"
 #include "core/planes.cuh"
 
@@ -24,7 +25,7 @@ CF_DEVICE void read_columns(float (&x)[kColumns], const Rows<const float>& rows,
 CF_DEVICE void write_planes(bfloat16* to, i32 columns, const float (&x)[kColumns]) {
   PlanePair pair[kColumns / 2];
   CF_UNROLL
-  for (int n = 0; n < kColumns / 2; ++n) pair[n] = split(x[2 * n], x[2 * n + 1]);
+  for (int n = 0; n < kColumns / 2; ++n) pair[n] = split_any(x[2 * n], x[2 * n + 1]);
   CF_UNROLL
   for (int plane = 0; plane < kPlanes; ++plane) {
     Packed<u32, kColumns / 2> packed;
@@ -65,8 +66,8 @@ CF_DEVICE void split_tensor(const Params& p, u32 thread, const void* from, const
     item.at[axis] = i32(number % size);
     number /= size;
   }
-  float x[kColumns];
-  read_columns(x, rows_of<const float>(from, strides, item, head), row, col, columns);
+  float x[kColumns] = {};
+  if (row < kv_length_of(p, item)) read_columns(x, rows_of<const float>(from, strides, item, head), row, col, columns);
   write_planes(rows_of<bfloat16>(to, planes, item, head).at(row, col), padded(columns), x);
 }
 

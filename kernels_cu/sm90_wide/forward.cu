@@ -5,7 +5,8 @@
 // small ones first: hi lo, mid mid, hi mid, lo hi, mid hi, hi hi; what is left out is below 2^-24. Tensor cores cut
 // their sums where floats are rounded, so a tile's product starts from zero and tiles' products are added as floats.
 //
-//   before    prepost/split.cu: k and v as rows hi | mid | lo in the workspace, 1.5 times their bytes
+//   before    prepost/split.cu: k and v as rows hi | mid | lo in the workspace, 1.5 times their bytes; zeros past the
+//             length, whatever lies there
 //   block     stays on its multiprocessor; one query tile (kBlockQ = 64 queries a consumer) of one head at a time
 //   thread    two rows: wgmma accumulators as sm90/scores.cuh describes
 //   shared    q, a consumer's 64 rows in three planes, split by itself | kSlots planes of keys and values
@@ -95,13 +96,8 @@ struct Consumer {
       start_scores<decltype(plane)::value>(s, q, k + (slot * kSlotBytes >> 4));
     });
   }
-  CF_DEVICE void output(Output& product, const Operand& weights, i32 rows) {
+  CF_DEVICE void output(Output& product, const Operand& weights) {
     products([&](u32 slot, auto plane) {
-      if (rows < kBlockKV) {                   // value rows past the length
-        clear_rows<kPanelsV>(slots + slot * kSlotBytes, rows, thread);
-        fence_proxy_async();
-        barrier_of_warpgroup();                // all rows are zeros: the product may read them
-      }
       start_output<decltype(plane)::value>(product, weights, v + (slot * kSlotBytes >> 4));
     });
   }
@@ -136,7 +132,7 @@ struct Consumer {
     Operand weights;
     split_into(weights, s);
     Output product;
-    output(product, weights, n == work.last ? uniform(work.v_rows) : kBlockKV);
+    output(product, weights);
     add(product, moved);
   }
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -32,6 +31,7 @@ _WRITTEN = {
     "decode": ("partials",),
     "combine": ("out", "lse"),
     "split": ("k_planes", "v_planes"),
+    "split_all": ("q_planes", "k_planes", "v_planes", "dout_planes", "row_stats"),
 }  # by kernel; the others write
 _WRITTEN_BACKWARD = (
     "row_delta",
