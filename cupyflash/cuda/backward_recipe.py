@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import backward_rows, sm80, sm90_backward
+from . import backward_rows, sm80, sm90_backward, sm90_wide_backward
 from .configs import Config, shared_limit, unordered
 from .params import ADDRESSES, Layout, build_record
 from .recipe import Launch, Layouts, Recipe, Sizes, config_of
@@ -28,7 +28,7 @@ def backward_recipe(
     family: str, cc: int, sizes: Sizes, layouts: Layouts, wrt: frozenset[str], accumulate: bool
 ) -> Recipe:
     """The backward: delta, then the kernels that own the gradients in ``wrt``, then sums over rows."""
-    kind = _HopperBackward if family == "sm90" else _Backward
+    kind = {"sm90": _HopperBackward, "sm90_wide": _BackwardOnPlanes}.get(family, _Backward)
     return kind(family, cc, sizes, dict(layouts), wrt, accumulate).recipe()
 
 
@@ -85,7 +85,7 @@ class _Backward:
         grid: int,
         record: np.ndarray,
         hidden: Collection[str] = (),
-        extras: sm90_backward.Extras | None = None,
+        extras: sm90_backward.Extras | sm90_wide_backward.Extras | None = None,
     ) -> None:
         if grid:
             indices = tuple(ADDRESSES.index(name) for name in hidden)
@@ -238,6 +238,33 @@ class _HopperBackward(_Backward):
             extras = sm90_backward.Extras.of(config, self.sizes, self.layouts, record, owned, number, queries)
             grid = config.geometry.blocks(kernel, self.sizes, owned)
             self._add(config, grid, record, {"dk", "dv"}.difference(owners), extras)
+
+
+class _BackwardOnPlanes(_Backward):
+    """The same for float32 on Hopper, where scores are plain and nothing was broadcast; else sm80_wide's."""
+
+    def recipe(self) -> Recipe:
+        shared = any(any(self._broadcast_axes(name)) for name in ("q", "k", "v"))
+        if any(self.sizes.options) or "slopes" in self.wrt or shared or not self.sizes.seqlen_k:
+            self.family = "sm80_wide"
+        return super().recipe()
+
+    def _delta(self) -> None:
+        super()._delta()
+        if self.family != "sm90_wide" or not {"q", "k", "v"} & set(self.wrt):
+            return
+        for name, (rows, cols) in sm90_wide_backward.planes(self.sizes).items():
+            self._reserve(f"{name}_planes", rows * cols // 2)
+        stats = backward_rows.padded_rows(self.sizes)
+        self._reserve("row_stats", 2 * stats)
+        config = config_of(self.family, "split_all", self.cc, self.sizes)
+        record = self._record((*_LENGTHS, "q", "k", "v", "dout", "lse"))
+        self._add(config, ceil(sm90_wide_backward.split_units(self.sizes, stats), config.threads), record)
+
+    def _add(self, config: Config, grid: int, record: np.ndarray, *rest: Any) -> None:
+        if config.family == "sm90_wide" and config.geometry:
+            rest = (*rest, *((),) * (1 - len(rest)), sm90_wide_backward.Extras.of(self.sizes))
+        super()._add(config, grid, record, *rest)
 
 
 def _own(record: np.ndarray) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import simt, sm80, sm80_wide, sm90, sm90_backward, sm90_wide, source
+from . import simt, sm80, sm80_wide, sm90, sm90_backward, sm90_wide, sm90_wide_backward, source
 from .families import FAMILIES, family_of
 
 Geometry = (
@@ -18,6 +18,7 @@ Geometry = (
     | sm90.Geometry
     | sm90_backward.Geometry
     | sm90_wide.Geometry
+    | sm90_wide_backward.Geometry
 )
 
 # The options that are compile-time, as in Config.options: what changes the inner loop. Everything else (positions,
@@ -37,18 +38,23 @@ PREPOST = "prepost"  # what stands before and after the attention kernels of any
 # Which of them run beside the kernels of any family, and beside whose.
 _ANY = ("delta", "sum_partials", "sum_rows")
 _ROWS = ("row_stats", "finish_queries", "clear_sums")
-_BESIDE = {"sm80": (*_ANY, "combine", *_ROWS), "sm90": (*_ANY, *_ROWS), "sm90_wide": (*_ANY, "split")}
+_BESIDE = {
+    "sm80": (*_ANY, "combine", *_ROWS),
+    "sm90": (*_ANY, *_ROWS),
+    "sm90_wide": (*_ANY, "split", "split_all"),
+}
 PREPOST_KERNELS = frozenset(itertools.chain(_ANY, *_BESIDE.values()))
 PREPOST_THREADS = 256
 ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 # By family -> geometries. Keys: (kernel, bytes of the score type), also with the options, also with the architecture.
 TABLES: dict[str, dict[Any, tuple[Any, ...]]] = {
     "sm90": sm90.TABLE | sm90_backward.TABLE,
-    "sm90_wide": sm90_wide.TABLE,
+    "sm90_wide": sm90_wide.TABLE | sm90_wide_backward.TABLE,
     "sm80": sm80.TABLE,
     "sm80_wide": sm80_wide.TABLE,
     "simt": simt.TABLE,
 }
+_WITH_WGMMA = sm90.Geometry | sm90_backward.Geometry | sm90_wide.Geometry | sm90_wide_backward.Geometry
 WIDER_THAN_ANY = 2**30  # a head dim beyond every bucket
 # KiB of shared memory that a block may have, by the least compute capability it holds from.
 SHARED_LIMITS = {60: 48, 70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -125,7 +131,7 @@ class Config:
             lines += [_constant(name, value) for name, value in constants.items()]
         elif self.kernel == "finish_queries":
             lines.append(_constant("kSharedBytes", self.shared_bytes))
-        if isinstance(self.geometry, sm90.Geometry | sm90_backward.Geometry | sm90_wide.Geometry):
+        if isinstance(self.geometry, _WITH_WGMMA):
             lines.append(self.geometry.wrappers(self.dtype))
         return "\n".join(lines)
 
@@ -226,6 +232,8 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
         dtypes = [dtype for dtype in family.dtypes if family.takes(dtype, one)]
         for dtype, kernel in itertools.product(dtypes, kernels):
             for dims, options in itertools.product([*sorted(buckets), *wider], bits):
+                if family.name == "sm90_wide" and kernel.startswith("backward") and any(options):
+                    continue  # for plain scores alone
                 one_kernel = family.name == "sm80" and kernel == "backward"
                 if one_kernel and not sm80.in_one_kernel(max(dims), options, shared_limit(one)):
                     continue

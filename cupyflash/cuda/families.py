@@ -48,8 +48,6 @@ class Family:
         Whether it takes only calls that ask for it, by its name or by one of its precisions.
     least_queries : int
         With fewer it takes only calls that ask for it by its name.
-    backward_of : str
-        The family that runs the backward of a call that asks for this one, which has none; "": its own.
     """
 
     name: str
@@ -64,7 +62,6 @@ class Family:
     lead_axes: int = LEAD_AXES
     on_request: bool = False
     least_queries: int = 0
-    backward_of: str = ""
 
     def arch(self, cc: int) -> str:
         """The architecture to compile for, as in sm_<arch>."""
@@ -94,8 +91,6 @@ class Family:
             return reason
         if backward and not self.slope_gradients and problem.alibi_slopes is not None:
             return "rounds weights before it sums them up, which gradients of ALiBi slopes do not bear"
-        if backward and self.backward_of:
-            return "has no backward"
         if self.arch_suffix and backward and problem.seqlen_k == 0:
             return "has no backward without keys"
         if problem.precision not in (None, *self.precisions):
@@ -126,7 +121,6 @@ FAMILIES = (
         lead_axes=2,
         on_request=True,
         least_queries=256,
-        backward_of="sm80_wide",
     ),
     Family(
         name="sm80",
@@ -178,15 +172,10 @@ def choose_family(
     """
     if wanted := forced or FORCED:
         family = family_of(wanted)
-        if backward and family.backward_of:
-            family = family_of(family.backward_of)
         if reason := family.refusal(problem, cc, backward):
             raise ValueError(f"the family {wanted!r} was asked for but does not take this call: it {reason}")
-        reasons = {wanted: "has no backward"}
         return family, tuple(
-            (other.name, reasons.get(other.name, f"{wanted} was asked for"))
-            for other in FAMILIES
-            if other is not family
+            (other.name, f"{wanted} was asked for") for other in FAMILIES if other is not family
         )
     passed_over: list[tuple[str, str]] = []
     for family in FAMILIES:

@@ -135,7 +135,7 @@ def run(recipe: Recipe, machine: Any, addresses: dict[str, int], values: Iterabl
         record = np.void(pack_call(seen, values) + launch.record[CALL_BYTES:])
         config, grid, arguments = launch.config, launch.grid, [record]
         if launch.extras is not None:
-            grid = min(grid, machine.multiprocessors)  # blocks stay
+            grid = min(grid, machine.multiprocessors) if launch.extras.stays else grid
             arguments += launch.extras.arguments(seen, values, machine.counter())
         kernel.function((grid,), (config.threads,), tuple(arguments), config.shared_bytes)
 

@@ -24,7 +24,7 @@ ADDRESSES = (
     *("q_length", "kv_length", "query_offset", "dropout_t", "dropout_seed", "dropout_offset"),
     *("dout", "dlse", "delta", "row_delta", "slope_rows", "partials"),
     *("row_stats", "dq_sums", "turns"),
-    *("k_planes", "v_planes"),
+    *("q_planes", "k_planes", "v_planes", "dout_planes"),
     *("dq", "dk", "dv", "dbias", "dsinks", "dslopes"),
 )
 _NUMBERS = (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import sm80, sm90_backward
+from . import sm80, sm90_backward, sm90_wide_backward
 from .configs import Config, choose, in_runs
 from .params import Layout, build_record
 from .simt import ceil
@@ -71,7 +71,9 @@ class Launch:
     grid: int
     record: bytes
     hidden: tuple[int, ...] = ()
-    extras: Extras | sm90_backward.Extras | None = None  # what the kernel takes besides the record
+    extras: Extras | sm90_backward.Extras | sm90_wide_backward.Extras | None = (
+        None  # what the kernel takes besides the record
+    )
 
     def __post_init__(self) -> None:
         if self.grid > MOST_BLOCKS:

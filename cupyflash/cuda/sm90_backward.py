@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -155,6 +155,7 @@ class Extras:
     ticket: int
     queries: int
     natural: bool  # scores are kept in natural units
+    stays: ClassVar[bool] = True  # blocks stay: a launch has no more than multiprocessors
 
     @classmethod
     def of(

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -45,6 +45,7 @@ class Extras:
     heads: int
     head_bytes: float  # keys and values for one query head
     natural: bool  # scores are kept in natural units
+    stays: ClassVar[bool] = True  # blocks stay: a launch has no more than multiprocessors
 
     @classmethod
     def of(cls, config: Config, sizes: Sizes, layouts: Mapping[str, Layout], record: np.ndarray) -> Extras:
@@ -133,6 +134,8 @@ def copies(problem: Any, *, backward: bool = False) -> dict[str, Copy]:
 
 def copy_of_dout(dout: Any) -> dict[str, Copy]:
     """The same for an output's cotangent, by name; none where TMA takes it."""
+    if dout.dtype.itemsize != 2:
+        return {}
     multiple = ALIGNMENT // dout.dtype.itemsize
     return {} if _whole(dout, multiple) else {"dout": _copy(dout, multiple, dout.dtype)}
 

@@ -25,7 +25,7 @@ struct Call {
   void *slope_rows;                         // workspace, same shape: sum over keys of -distance * dS
   void *partials;                           // workspace of the bias gradient: (splits, elements of dbias), or 0
   void *row_stats, *dq_sums, *turns;        // workspaces of the sm90 backward: attn/backward_rows.cuh
-  void *k_planes, *v_planes;                // workspace: k and v as planes (core/planes.cuh)
+  void *q_planes, *k_planes, *v_planes, *dout_planes;      // workspace: those as planes (core/planes.cuh)
   void *dq, *dk, *dv, *dbias, *dsinks, *dslopes;
 
   double scale, softcap;                    // softcap 0: none

@@ -1,0 +1,160 @@
+"""The Hopper backward of float32: geometries, the rules its kernels rely on, planes, and what a launch takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from .params import ADDRESSES
+from .simt import ceil
+from .sm90 import ALIGNMENT_BYTES, REGISTERS
+from .sm90_wide import PANEL, PLANES
+from .tensormap import Form
+from .wgmma import wrapper
+
+if TYPE_CHECKING:
+    from .recipe import Sizes
+
+TILE_ROWS = 64
+SPLIT_COLUMNS = 8  # of a thread: kernels_cu/prepost/split_all.cu
+_BITS = 2  # bytes of a bfloat16
+_TENSORS = ("q", "k", "v", "dout")
+
+
+class Geometry(NamedTuple):
+    """A block's tiles and pipeline. What stands in shared memory are block_q queries or block_kv keys."""
+
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_kv: int
+    slots: int  # planes of the tiles that stream
+    consumers: int
+    producer_registers: int
+    consumer_registers: int
+
+    def __str__(self) -> str:
+        dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"/{self.head_dim_v}")
+        return f"{dims} q{self.block_q} kv{self.block_kv} s{self.slots} c{self.consumers}"
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: a producer and the consumers."""
+        return 128 * (1 + self.consumers)
+
+    @property
+    def standing(self) -> int:
+        """Tiles that stand: those of queries, or those of keys."""
+        return max(self.block_q, self.block_kv) // TILE_ROWS
+
+    def constants(self) -> dict[str, int | bool]:
+        """The constants of the kernel's source."""
+        return {
+            "kThreads": self.threads,
+            "kBlockQ": self.block_q,
+            "kBlockKV": self.block_kv,
+            "kStandingTiles": self.standing,
+            "kConsumers": self.consumers,
+            "kSlots": self.slots,
+            "kHeadDim": self.head_dim,
+            "kHeadDimV": self.head_dim_v,
+            "kProducerRegisters": self.producer_registers,
+            "kConsumerRegisters": self.consumer_registers,
+        }
+
+    def wrappers(self, dtype: str) -> str:
+        """Products along head dims, and products of what is in registers with rows."""
+        outer = sorted({self.head_dim, self.head_dim_v})
+        return wrapper("wgmma_scores", "bfloat16", TILE_ROWS) + "".join(
+            wrapper("wgmma_outer", "bfloat16", dim, a_in_registers=True, b_by_rows=True) for dim in outer
+        )
+
+    def shared_bytes(self, kernel: str, score_bytes: int) -> int:
+        """Dynamic shared memory of a block; the kernel asserts that it uses as much."""
+        plane = 128 * TILE_ROWS // PANEL
+        standing = self.standing * PLANES * plane * (self.head_dim + self.head_dim_v)
+        return ALIGNMENT_BYTES + standing + self.slots * plane * max(self.head_dim, self.head_dim_v)
+
+    def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
+        """The row as it runs these head dims, in whole panels."""
+        return self._replace(
+            head_dim=PANEL * ceil(head_dim, PANEL), head_dim_v=PANEL * ceil(head_dim_v, PANEL)
+        )
+
+    def blocks(self, kernel: str, sizes: Sizes, owners: int) -> int:
+        """Tiles of a launch, a block each."""
+        if kernel == "backward_q":
+            return owners * sizes.heads_q * ceil(sizes.seqlen_q, self.block_q)
+        return owners * sizes.heads_kv * ceil(sizes.seqlen_k, self.block_kv)
+
+    def broken_rules(self, kernel: str, score_bytes: int) -> list[str]:
+        """What of the kernel's assumptions does not hold."""
+        wanted = 128 * (self.producer_registers + self.consumers * self.consumer_registers)
+        held = REGISTERS // (8 * self.threads) * 8 * self.threads
+        rules = {
+            f"a consumer a tile that stands, or two for one; {self.consumers} for {self.standing}": self.consumers
+            == self.standing
+            or (self.consumers, self.standing) == (2, 1),
+            f"slots = {self.slots} must be a power of two and hold a tile of each": self.slots >= 2 * PLANES
+            and self.slots & (self.slots - 1) == 0,
+            f"the roles want {wanted} registers, the block has {held}": wanted <= held,
+        }
+        for name in ("head_dim", "head_dim_v"):
+            size = getattr(self, name)
+            rules[f"{name} = {size} must be a multiple of {PANEL} up to 128"] = (
+                size % PANEL == 0 and size <= 128
+            )
+        return [rule for rule, holds in rules.items() if not holds]
+
+
+_TWO, _THREE = (24, 240), (32, 160)  # registers by number of consumers
+_QUERIES = (
+    Geometry(64, 64, 192, 64, 8, 3, *_THREE),
+    Geometry(128, 128, 64, 64, 8, 2, *_TWO),
+)
+_KEYS = (
+    Geometry(64, 64, 64, 128, 16, 2, *_TWO),
+    Geometry(128, 128, 64, 64, 8, 2, *_TWO),
+)
+# (kernel, bytes of the score type) -> geometries; for plain scores alone.
+TABLE = {("backward_q", 4): _QUERIES, ("backward_kv", 4): _KEYS}
+
+
+def planes(sizes: Sizes) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the planes of each tensor."""
+    s = sizes
+    queries = s.batch * s.heads_q * TILE_ROWS * ceil(s.seqlen_q, TILE_ROWS)
+    keys = s.batch * s.heads_kv * TILE_ROWS * ceil(s.seqlen_k, TILE_ROWS)
+    d, e = (PLANES * PANEL * ceil(dim, PANEL) for dim in (s.head_dim, s.head_dim_v))
+    return {"q": (queries, d), "k": (keys, d), "v": (keys, e), "dout": (queries, e)}
+
+
+def split_units(sizes: Sizes, stats_rows: int) -> int:
+    """Threads of the launch that makes them, and the numbers of rows."""
+    return sum(rows * cols // (PLANES * SPLIT_COLUMNS) for rows, cols in planes(sizes).values()) + stats_rows
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Extras:
+    """The second argument of a launch: maps of planes."""
+
+    forms: Mapping[str, Form]
+    stays: bool = False  # blocks end with their tile
+
+    @classmethod
+    def of(cls, sizes: Sizes) -> Extras:
+        """For these sizes."""
+        return cls(
+            {
+                name: Form("bfloat16", (cols, rows), (1, cols), (PANEL, TILE_ROWS))
+                for name, (rows, cols) in planes(sizes).items()
+            }
+        )
+
+    def arguments(self, addresses: Sequence[int], numbers: Sequence[float], counter: int) -> tuple[np.void]:
+        """The maps, from the record's addresses."""
+        places = {name: addresses[ADDRESSES.index(f"{name}_planes")] for name in _TENSORS}
+        return (np.void(b"".join(self.forms[name].map_of(place) for name, place in places.items())),)
