@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 
 import cupyflash
-from cupyflash.cuda import configs, families, module, params, sm90_launch, sm90_wide, sm90_wide_launch
+from cupyflash.cuda import (
+    configs,
+    families,
+    module,
+    params,
+    sm90_launch,
+    sm90_wide,
+    sm90_wide_backward,
+    sm90_wide_launch,
+)
 from cupyflash.cuda.plan import planned
 from cupyflash.problem import Problem
 
@@ -53,10 +62,35 @@ def test_every_kernel_compiles_to_what_it_is_written_for(dims):
     assert [fault for options in OPTIONS for fault in faults(config(dims, options))] == []
 
 
-def test_the_kernel_that_splits_compiles():
-    split = configs.choose("sm90_wide", "split", "float32", 64, 64, OPTIONS[0], 90)
+@pytest.mark.parametrize("kernel", ["split", "split_all"])
+def test_the_kernels_that_split_compile(kernel):
+    split = configs.choose("sm90_wide", kernel, "float32", 64, 64, OPTIONS[0], 90)
     assert split in set(configs.all_configs(90))
     assert faults(split) == []
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("kernel", ["backward_q", "backward_kv"])
+def test_kernels_of_the_backward_compile_to_what_they_are_written_for(kernel, dims):
+    assert faults(configs.choose("sm90_wide", kernel, "float32", *dims, OPTIONS[0], 90)) == []
+
+
+@pytest.mark.full_matrix
+@pytest.mark.parametrize("dims", [(64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("kernel", ["backward_q", "backward_kv"])
+def test_so_do_those_of_two_head_dims(kernel, dims):
+    assert faults(configs.choose("sm90_wide", kernel, "float32", *dims, OPTIONS[0], 90)) == []
+
+
+def test_rows_of_the_backward_follow_their_rules():
+    for kernel, dims in itertools.product(
+        ("backward_q", "backward_kv"), itertools.product((1, 64, 65, 128), repeat=2)
+    ):
+        row = configs.choose("sm90_wide", kernel, "float32", *dims, OPTIONS[0], 90).geometry
+        assert row.broken_rules(kernel, 4) == []
+        assert row.shared_bytes(kernel, 4) + STATIC_BYTES <= configs.shared_limit(90)
+    broken = row._replace(slots=7, producer_registers=40, consumer_registers=240).broken_rules(kernel, 4)
+    assert len(broken) == 2, broken
 
 
 def test_head_dims_are_filled_up_to_whole_panels():
@@ -79,7 +113,8 @@ def test_products_read_their_own_slot_alone(d):
     row = config((d, d)).geometry
     text = config((d, d)).source()
     scores, output = (
-        re.search(rf"void {name}\(.*?\n}}", text, re.DOTALL)[0] for name in ("wgmma_scores", "wgmma_output")
+        re.search(rf"__ void {name}\(.*?\n}}", text, re.DOTALL)[0]
+        for name in ("wgmma_scores", "wgmma_output")
     )
     assert re.search(r"p, 1, 1, 0, 0; }", scores), "queries and keys lie along the head dim"
     assert re.search(r"p, 1, 1, 1; }", output), "values lie by their rows"
@@ -155,7 +190,7 @@ def family(d=64, m=MANY, arch=90, **options):
 
 def test_what_goes_here_and_what_goes_elsewhere(monkeypatch):
     assert family() == family(m=1) == "sm90_wide"
-    assert family(backward=True) == "sm80_wide"
+    assert family(backward=True) == "sm90_wide"
     for refused in ({"precision": "ieee"}, {"precision": "tf32"}, {"d": 129}, {"arch": 80}, {"arch": 100}):
         with pytest.raises(ValueError, match="'sm90_wide' was asked for but does not take this call"):
             family(**refused)
@@ -163,9 +198,35 @@ def test_what_goes_here_and_what_goes_elsewhere(monkeypatch):
     wanted = {"precision": "tf32x3"}
     assert family(**wanted) == "sm90_wide"
     others = [family(m=MANY - 1, **wanted), family(arch=80, **wanted), family(arch=100, **wanted)]
-    others += [family(backward=True, **wanted), family(arch=120, **wanted), family(precision="tf32")]
+    others += [family(arch=120, **wanted), family(precision="tf32")]
     assert set(others) == {"sm80_wide"}
     assert family() == family(precision="ieee") == family(backward=True) == "simt"
+
+
+def test_which_backward_runs_here():
+    q, k = np.zeros((2, 4, MANY, 64), np.float32), np.zeros((2, 2, 24, 64), np.float32)
+    here = ("delta", "split_all", "backward_kv", "backward_q")
+    shapes_scores = ("mask", "bias", "alibi", "softcap", "dropout", "negative scale")
+    for name, options in ONE_OPTION.items():
+        p = cupyflash.plan(q, k, k, arch=90, backward=True, **options)
+        assert p.family == "sm90_wide"
+        assert (p.kernels[:4] == here) == (name not in shapes_scores), f"{name}: {p.kernels}"
+    for arrays in ((q, k[:1], k), (q, k, k[:1]), (q[:1], k, k)):
+        assert cupyflash.plan(*arrays, arch=90, backward=True).config.startswith("sm80_wide backward_q")
+
+
+def test_planes_of_the_backward_are_whole_tiles():
+    q, k = np.zeros((2, 4, 300, 70), np.float32), np.zeros((2, 2, 100, 70), np.float32)
+    recipe = planned(Problem.create(q, k, k[..., :30], backend="cuda"), True, None, 90)[0]
+    queries, keys = 2 * 4 * 320, 2 * 2 * 128
+    sizes = {"q": queries * 768, "k": keys * 768, "v": keys * 384, "dout": queries * 384}
+    places = dict(recipe.workspace)
+    assert places["k_planes"] - places["q_planes"] == sizes["q"]
+    assert places["dout_planes"] - places["v_planes"] == sizes["v"]
+    assert places["row_stats"] - places["dout_planes"] == sizes["dout"]
+    units = (sum(sizes.values()) // 48) + 2 * 4 * 384
+    assert recipe.launches[1].grid == -(-units // configs.PREPOST_THREADS)
+    assert f"kColumns = {sm90_wide_backward.SPLIT_COLUMNS};" in recipe.launches[1].config.source()
 
 
 def planes(*axes, columns=70):

@@ -1,0 +1,108 @@
+"""The Hopper family of float32 on a CPU: TMA and wgmma too are executed there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import test_emulate
+from emulated import needs_compiler, vjp_on
+from support import assert_same, check, qkv
+
+from cupyflash.cuda import families
+from cupyflash.cuda.emulate import Machine
+from cupyflash.cuda.emulate.kernel import EmulationError
+
+pytestmark = needs_compiler
+
+F32 = np.dtype(np.float32)
+HOPPER = 90
+FORWARD = {"split", "forward"}
+BACKWARD = {"delta", "split_all", "backward_kv", "backward_q"}
+
+
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch):
+    """The family runs only when it is asked for."""
+    monkeypatch.setattr(families, "FORCED", "sm90_wide")
+
+
+def check_case(name, m=70, n=139):
+    case, machine = test_emulate.cases(m, n, F32)[name], Machine(compute_capability=HOPPER)
+    check(*test_emulate.arrays(m, n, F32, case), via=vjp_on(machine), **case)
+    return machine.launched
+
+
+@pytest.mark.parametrize("name", ["bottom right", "sinks"])
+def test_plain_scores_forward_and_backward(name):
+    launched = check_case(name)
+    assert {config.kernel for config in launched} == FORWARD | BACKWARD
+    assert {config.family for config in launched} == {"sm90_wide", "prepost"}
+
+
+def test_shaped_scores_have_the_backward_of_another_family():
+    launched = check_case("everything")
+    forward, backward = launched[:2], launched[2:]
+    assert {config.kernel for config in forward} == FORWARD
+    assert "sm90_wide" not in {config.family for config in backward}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", test_emulate.cases(2, 2, F32))
+def test_every_option_at_edges_of_tiles(name):
+    for m, n in ((1, 1), (63, 65), (64, 128), (65, 127), (191, 64), (193, 200)):
+        check_case(name, m, n)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(128, 128), (1, 128), (65, 64), (64, 100)], ids=str)
+@pytest.mark.parametrize(
+    "form", [{}, {"causal": "bottom_right"}, {"window": (60, 20), "query_offset": 3}], ids=str
+)
+def test_head_dims(dims, form):
+    q, k, v = qkv(np, 2, 2, 130, 150, *dims, heads_kv=1)
+    check(q, k, v, via=vjp_on(Machine(compute_capability=HOPPER)), **form)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_same_bits_in_every_order_and_layout(d):
+    q, k, v = qkv(np, 2, 2, 130, 150, d)
+    odd = [np.concatenate([x, x[..., :1]], -1)[..., ::-1][..., 1:][..., ::-1] for x in (q, k, v)]
+
+    def results(seed, q, k, v):
+        machine = Machine(compute_capability=HOPPER, seed=seed, workers=1 + seed)
+        out, lse = machine.attention(q, k, v, causal="bottom_right")
+        return out, lse, machine.attention_backward(out + 1, q, k, v, out, lse, causal="bottom_right")
+
+    first = results(0, q, k, v)
+    for other in (results(1, q, k, v), results(2, *odd), results(3, *map(np.asfortranarray, (q, k, v)))):
+        assert_same(other, first)
+
+
+@pytest.mark.parametrize("factor", [1e4, 3e30], ids=str)
+def test_weights_of_large_scores_fit_to_lse(factor):
+    """Every row sees one key alone: its weight is 1, whatever the score."""
+    q, k, v = qkv(np, 1, 1, 65, 130, 64)
+    k *= np.float32(factor)
+    machine, dout = Machine(compute_capability=HOPPER), np.ones_like(q)
+    mask = {"window": (0, 0), "query_offset": 60}
+    out, lse = machine.attention(q, k, v, **mask)
+    assert_same(out, v[:, :, 60:125])
+    gradients = machine.attention_backward(dout, q, k, v, out, lse, **mask)
+    assert_same(gradients.v[:, :, 60:125], dout)
+
+
+def test_values_beyond_what_bfloat16_holds():
+    q, k, v = qkv(np, 1, 1, 64, 80, 64)
+    v[0, 0, 3] = np.finfo(np.float32).max
+    check(q, k, v, via=vjp_on(Machine(compute_capability=HOPPER)), backward=False, kv_lengths=np.array([5]))
+
+
+def test_a_product_that_reads_past_shared_memory_is_found():
+    """What happened on a GPU when values were read as if they lay along the head dim."""
+    machine = Machine(
+        compute_capability=HOPPER,
+        edit=lambda text: text.replace("emulate::wgmma<bfloat16, 0, 1>", "emulate::wgmma<bfloat16, 0, 0>"),
+    )
+    with pytest.raises(EmulationError, match="uses .* bytes of shared memory, the launch gives"):
+        machine.attention(*qkv(np, 1, 1, 70, 200, 64))
