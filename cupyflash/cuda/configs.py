@@ -55,6 +55,7 @@ TABLES: dict[str, dict[Any, tuple[Any, ...]]] = {
     "simt": simt.TABLE,
 }
 _WITH_WGMMA = sm90.Geometry | sm90_backward.Geometry | sm90_wide.Geometry | sm90_wide_backward.Geometry
+_NEXT = {"sm90_wide": "sm80_wide", "sm80_wide": "simt"}
 WIDER_THAN_ANY = 2**30  # a head dim beyond every bucket
 # KiB of shared memory that a block may have, by the least compute capability it holds from.
 SHARED_LIMITS = {60: 48, 70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -170,7 +171,7 @@ def choose(
     """The config that runs a kernel for these head dims on a device of that compute capability.
 
     Of the rows that fit its shared memory: the first in the smallest bucket that holds both head dims, else the first
-    in the largest. What the rows of sm80_wide do not hold, simt runs.
+    in the largest. What the rows of sm90_wide do not hold, sm80_wide runs, and what its rows do not hold, simt.
     """
     if kernel in PREPOST_KERNELS:
         return Config(PREPOST, kernel, dtype)
@@ -183,8 +184,8 @@ def choose(
         if row.shared_bytes(kernel, 8 if dtype == "float64" else 4) <= shared_limit(cc)
     ]
     widest = max((row.head_dim for row in fitting), default=0)
-    if family == "sm80_wide" and widest < max(head_dim, head_dim_v):
-        return choose("simt", kernel, dtype, head_dim, head_dim_v, options, cc)
+    if family in _NEXT and widest < max(head_dim, head_dim_v):
+        return choose(_NEXT[family], kernel, dtype, head_dim, head_dim_v, options, cc, precision)
     need = min(max(head_dim, head_dim_v), widest)
     need_v = min(head_dim_v, need)
     row = next(row for row in fitting if row.head_dim >= need and row.head_dim_v >= need_v)
@@ -232,8 +233,6 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
         dtypes = [dtype for dtype in family.dtypes if family.takes(dtype, one)]
         for dtype, kernel in itertools.product(dtypes, kernels):
             for dims, options in itertools.product([*sorted(buckets), *wider], bits):
-                if family.name == "sm90_wide" and kernel.startswith("backward") and any(options):
-                    continue  # for plain scores alone
                 one_kernel = family.name == "sm80" and kernel == "backward"
                 if one_kernel and not sm80.in_one_kernel(max(dims), options, shared_limit(one)):
                     continue

@@ -119,8 +119,9 @@ _KEYS = (
     Geometry(64, 64, 64, 128, 16, 2, *_TWO),
     Geometry(128, 128, 64, 64, 8, 2, *_TWO),
 )
-# (kernel, bytes of the score type) -> geometries; for plain scores alone.
-TABLE = {("backward_q", 4): _QUERIES, ("backward_kv", 4): _KEYS}
+# (kernel, bytes of the score type, options) -> geometries: for plain scores alone.
+_PLAIN = (False, False, False)
+TABLE = {("backward_q", 4, _PLAIN): _QUERIES, ("backward_kv", 4, _PLAIN): _KEYS}
 
 
 def planes(sizes: Sizes) -> dict[str, tuple[int, int]]:
