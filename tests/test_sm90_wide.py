@@ -89,7 +89,7 @@ def test_rows_of_the_backward_follow_their_rules():
         row = configs.choose("sm90_wide", kernel, "float32", *dims, OPTIONS[0], 90).geometry
         assert row.broken_rules(kernel, 4) == []
         assert row.shared_bytes(kernel, 4) + STATIC_BYTES <= configs.shared_limit(90)
-    broken = row._replace(slots=7, producer_registers=40, consumer_registers=240).broken_rules(kernel, 4)
+    broken = row._replace(slots=5, producer_registers=40, consumer_registers=240).broken_rules(kernel, 4)
     assert len(broken) == 2, broken
 
 

@@ -35,6 +35,7 @@ class Geometry(NamedTuple):
     consumers: int
     producer_registers: int
     consumer_registers: int
+    handed_bytes: int = 0  # weights that one consumer hands to the other
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"/{self.head_dim_v}")
@@ -58,6 +59,7 @@ class Geometry(NamedTuple):
             "kBlockKV": self.block_kv,
             "kStandingTiles": self.standing,
             "kConsumers": self.consumers,
+            "kHandedBytes": self.handed_bytes,
             "kSlots": self.slots,
             "kHeadDim": self.head_dim,
             "kHeadDimV": self.head_dim_v,
@@ -76,7 +78,8 @@ class Geometry(NamedTuple):
         """Dynamic shared memory of a block; the kernel asserts that it uses as much."""
         plane = 128 * TILE_ROWS // PANEL
         standing = self.standing * PLANES * plane * (self.head_dim + self.head_dim_v)
-        return ALIGNMENT_BYTES + standing + self.slots * plane * max(self.head_dim, self.head_dim_v)
+        slots = self.slots * plane * max(self.head_dim, self.head_dim_v)
+        return ALIGNMENT_BYTES + standing + slots + self.handed_bytes
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
         """The row as it runs these head dims, in whole panels."""
@@ -98,8 +101,7 @@ class Geometry(NamedTuple):
             f"a consumer a tile that stands, or two for one; {self.consumers} for {self.standing}": self.consumers
             == self.standing
             or (self.consumers, self.standing) == (2, 1),
-            f"slots = {self.slots} must be a power of two and hold a tile of each": self.slots >= 2 * PLANES
-            and self.slots & (self.slots - 1) == 0,
+            f"slots = {self.slots} must hold a tile of each": self.slots >= 2 * PLANES,
             f"the roles want {wanted} registers, the block has {held}": wanted <= held,
         }
         for name in ("head_dim", "head_dim_v"):
@@ -117,7 +119,7 @@ _QUERIES = (
 )
 _KEYS = (
     Geometry(64, 64, 64, 128, 16, 2, *_TWO),
-    Geometry(128, 128, 64, 64, 8, 2, *_TWO),
+    Geometry(128, 128, 64, 64, 7, 2, *_TWO, handed_bytes=4 * TILE_ROWS**2),
 )
 # (kernel, bytes of the score type, options) -> geometries: for plain scores alone.
 _PLAIN = (False, False, False)

@@ -19,7 +19,7 @@ constexpr u32 kPanelBytes = kTileRows * 128, kSlotBytes = larger(kPanels, kPanel
 constexpr u32 kTileBytes = kPlanes * kPanels * kPanelBytes, kTileBytesV = kPlanes * kPanelsV * kPanelBytes;
 constexpr u32 kSlotsAt = kStandingTiles * (kTileBytes + kTileBytesV);
 constexpr float kLog2e = 1.4426950408889634f;
-static_assert(1024 + kSlotsAt + kSlots * kSlotBytes == kSharedBytes, "the launch gives what the kernel uses");
+static_assert(1024 + kSlotsAt + kSlots * kSlotBytes + kHandedBytes == kSharedBytes, "the launch gives what the kernel uses");
 static_assert(kThreads == 128 * (kConsumers + 1), "a producer and the consumers");
 static_assert(kSlots >= 2 * kPlanes, "a tile of each kind");
 

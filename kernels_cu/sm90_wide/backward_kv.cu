@@ -11,15 +11,18 @@
 //
 //   consumer  S0^T | P, split | P0^T dO0 | dv +=, dP0^T | dS, split | dS0^T Q0 | dk +=, S1^T ...
 //
-// At head dim 128 both consumers work for the same 64 keys, the first for dv and the second for dk:
+// At head dim 128 both consumers work for the same 64 keys, the first for dv and the second for dk; it gets the weights
+// through shared memory:
 //
-//   first     S0^T        | P, split | P0^T dO0 | dv += | S1^T ...
-//   second    S0^T, dP0^T | P, dS, split | dS0^T Q0 | dk += | S1^T ...
+//   first     S0^T  | P, split | P0^T dO0 | dv += | S1^T ...
+//   second    dP0^T | dS, split           | dS0^T Q0 | dk += | dP1^T ...
 #include "sm90_wide/backward.cuh"
 
 constexpr bool kBoth = kStandingTiles == kConsumers;           // a consumer forms both gradients
 constexpr u32 kPlanesOfTile = 2 * kPlanes;
 static_assert(kBoth || (kStandingTiles == 1 && kConsumers == 2), "one for dv, one for dk");
+static_assert(kHandedBytes == (kBoth ? 0 : kScores * 4 * 128), "weights as a warpgroup holds them");
+constexpr u32 kHandedAt = kSlotsAt + kSlots * kSlotBytes;
 
 // A block's work, prepared once in shared memory.
 struct Work {
@@ -40,7 +43,16 @@ CF_DEVICE void prepare(Work& work, const Params& p) {
   work.stop = rows.stop > rows.start ? ceil_div(rows.stop, kTileRows) : work.start;
 }
 
-struct Control { Barriers barriers; Work work; };
+struct Control {
+  Barriers barriers;
+  u64 handed, taken;                             // weights, from warp to warp
+  Work work;
+};
+
+CF_DEVICE void initialise(Control& control) {
+  mbarrier_init(control.handed, 4), mbarrier_init(control.taken, 4);
+  initialise(control.barriers, 4 * kConsumers);
+}
 
 CF_DEVICE void produce(const Params& p, const TensorMaps& maps, Control& control, u32 tiles) {
   const Work& work = control.work;
@@ -79,6 +91,7 @@ CF_DEVICE void load_per_query(PerQuery& x, const float* of_thread) {
 // One warpgroup.
 template <bool kOfKeys, bool kOfValues> struct Consumer {
   Planes planes;
+  u32 handed, taken, weights;                    // addresses: two barriers, the thread's weights
   u32 k, v;                                      // descriptors
   float scale;
   Interval seen[2];                              // queries that see the thread's two keys
@@ -108,6 +121,22 @@ template <bool kOfKeys, bool kOfValues> struct Consumer {
     }
   }
 
+  // From one consumer to the other, whose thread holds the same entries.
+  CF_DEVICE void hand_over(const Scores& s, u32 parity) const {
+    mbarrier_try_wait_parity(taken, parity ^ 1);
+    CF_UNROLL
+    for (int n = 0; n < kScores; n += 2) st_shared_f32x2(weights + 512 * n, s[n], s[n + 1]);
+    warp_barrier();                              // all lanes have written theirs
+    if (thread_index() % 32 == 0) mbarrier_arrive(handed);
+  }
+  CF_DEVICE void take(Scores& s, u32 parity) const {
+    mbarrier_try_wait_parity(handed, parity);
+    CF_UNROLL
+    for (int n = 0; n < kScores; n += 2) ld_shared_f32x2(s[n], s[n + 1], weights + 512 * n);
+    warp_barrier();                              // all lanes have read theirs
+    if (thread_index() % 32 == 0) mbarrier_arrive(taken);
+  }
+
   CF_DEVICE void add_to_values(const Scores& weights, Plane of_dout) {
     Operand a;
     split_into(a, weights);
@@ -133,22 +162,24 @@ template <bool kOfKeys, bool kOfValues> struct Consumer {
   }
 
   // A tile whose planes of queries begin there. row: the first query of the thread; stats: its lse and delta.
-  CF_DEVICE void step(Plane of_q, i32 row, const float* stats, bool edge) {
+  // parity: of the tile's number.
+  CF_DEVICE void step(Plane of_q, i32 row, const float* stats, bool edge, u32 parity) {
     const Plane of_dout = of_q.after(kPlanes);
     Scores s, dp;
-    planes.inner_turned<kHeadDim>(s, k, of_q);
+    if constexpr (kOfValues) planes.inner_turned<kHeadDim>(s, k, of_q);
     if constexpr (!kOfKeys) {
       wgmma_wait_group<0>();
       CF_UNROLL
       for (u32 n = 0; n < kPlanes; ++n) planes.release(of_q.after(n));
       weigh(s, stats, row, edge);
+      hand_over(s, parity);
       add_to_values(s, of_dout);
     } else if constexpr (!kOfValues) {
       planes.inner<kHeadDimV>(dp, v, of_dout);
-      wgmma_wait_group<kPlanes>();
-      weigh(s, stats, row, edge);
       planes.release_behind(of_dout);
+      take(s, parity);
       to_gradients(s, dp, stats);
+      wait_for_tile(of_q);
       add_to_keys(dp, of_q);
     } else {                                     // dP last: registers
       wgmma_wait_group<0>();
@@ -168,7 +199,11 @@ CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 tile) {
   const i32 thread = i32(thread_index() % 128), first = work.col + tile * kTileRows, lane = thread % 32;
   const i32 col = first + thread / 32 * 16 + lane / 4;
   const u32 standing = kBoth ? u32(uniform(i32(tiles + tile * (kTileBytes + kTileBytesV)))) : tiles;
-  Consumer<kOfKeys, kOfValues> c{{control.barriers, tiles + kSlotsAt}, descriptor(standing, 16), descriptor(standing + kTileBytes, 16)};
+  Consumer<kOfKeys, kOfValues> c{{control.barriers, tiles + kSlotsAt},
+                                   shared_address(&control.handed),
+                                   shared_address(&control.taken),
+                                   tiles + kHandedAt + 8 * thread,
+                                   descriptor(standing, 16), descriptor(standing + kTileBytes, 16)};
   c.scale = float(p.call.scale);
   if constexpr (kOfKeys) {
     CF_UNROLL
@@ -180,6 +215,7 @@ CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 tile) {
   }
   mbarrier_try_wait_parity(shared_address(&control.barriers.standing), 0);
   Plane plane;
+  u32 parity = 0;
   const Interval all = work.sight.rows_of_all(first, first + kTileRows);
   const i32 steady_from = uniform(ceil_div(all.start, kTileRows)), steady_to = uniform(all.stop / kTileRows);
   const i32 start = uniform(work.start), stop = uniform(work.stop), head_stop = uniform(work.head_stop);
@@ -191,7 +227,8 @@ CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 tile) {
     const float* stats = row_stats_of(p, work.item, head) + lane % 4 * 2;
     CF_UNROLL_1
     for (i32 n = start; n < stop; ++n, plane = plane.after(kPlanesOfTile)) {
-      c.step(plane, n * kTileRows + lane % 4 * 2, stats + n * 2 * kTileRows, n < steady_from || n >= steady_to);
+      c.step(plane, n * kTileRows + lane % 4 * 2, stats + n * 2 * kTileRows, n < steady_from || n >= steady_to, parity);
+      parity ^= 1;
     }
   }
   if constexpr (kOfKeys) {
@@ -214,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     cupyflash_backward_kv(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
   Control& control = static_shared_storage<Control>();
   const u32 tiles = shared_tiles();
-  if (thread_index() == 0) prepare(control.work, p), initialise(control.barriers, 4 * kConsumers);
+  if (thread_index() == 0) prepare(control.work, p), initialise(control);
   block_barrier();                               // barriers and work are there
   if (warpgroup_index() == 0) {
     setmaxnreg_dec<kProducerRegisters>();
