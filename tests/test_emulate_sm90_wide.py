@@ -35,7 +35,7 @@ def check_case(name, m=70, n=139):
 @pytest.mark.parametrize("name", ["bottom right", "sinks"])
 def test_plain_scores_forward_and_backward(name):
     launched = check_case(name)
-    assert {config.kernel for config in launched} == FORWARD | BACKWARD
+    assert {config.kernel for config in launched} - {"sum_rows"} == FORWARD | BACKWARD
     assert {config.family for config in launched} == {"sm90_wide", "prepost"}
 
 

@@ -69,8 +69,8 @@ class Machine:
     workers : int
         CPU threads that execute blocks; 0 is one a core.
     compute_capability : int
-        Of the GPU that it stands for: it decides families and tile sizes. From 90 on there are kernels that use TMA
-        and wgmma, which are not emulated.
+        Of the GPU that it stands for: it decides families and tile sizes. At 90 there are kernels, those of sm90, that
+        use more of TMA than is emulated.
     edit : callable, optional
         Changes the source of every kernel before it is compiled, to see that a fault is found.
 
@@ -189,7 +189,7 @@ class Machine:
                 )
             if config.family not in _FAMILIES:
                 raise ValueError(
-                    f"the kernel '{config}' uses TMA and wgmma, which are not emulated: below 9.0 it is not chosen"
+                    f"the kernel '{config}' uses more of TMA than is emulated: below 9.0 it is not chosen"
                 )
             source = config.source(emulate=True)
             written = _WRITTEN.get(config.kernel, _WRITTEN_BACKWARD)
