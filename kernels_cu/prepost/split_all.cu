@@ -41,7 +41,8 @@ CF_DEVICE void write_planes(bfloat16* to, i32 columns, const float (&x)[kColumns
 
 // Whether the thread has a share of that tensor; if not, its number counts on from there.
 template <bool kOfKeys>
-CF_DEVICE bool split_tensor(const Params& p, u32& thread, const void* from, const Strides& strides, i32 columns, void* to) {
+CF_DEVICE bool split_tensor(const Params& p, u32& thread, const void* from, const Strides& strides, i32 columns,
+                            void* to) {
   const u32 heads = kOfKeys ? p.heads_kv : p.heads_q, rows = round_up(kOfKeys ? p.seqlen_k : p.seqlen_q, kTileRows);
   const u32 across = padded(columns) / kColumns, threads = points(p.lead) * heads * rows * across;
   if (thread >= threads) {

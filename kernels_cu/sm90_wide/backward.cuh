@@ -1,95 +1,11 @@
-// What the two kernels of the backward have in common: tiles of planes in shared memory, the thread that loads them, the
-// products that read them, and weights from scores.
-//
-// All planes are rows of prepost/split_all.cu's workspace: 64-row tiles of a head follow each other, then the next head.
-// Some tiles stand in shared memory for all of a block's life, the others come plane by plane through one ring of slots.
-// A plane is laid out as sm90/pipeline.cuh describes.
+// What a consumer of the backward does with tiles: products, weights from scores, and results on their way out.
 //
 // Scores have the very bits of the forward: only then do weights of large scores fit to lse.
 #pragma once
-#include "attn/backward_rows.cuh"
-#include "attn/schedule.cuh"
-#include "core/block.cuh"
-#include "core/planes.cuh"
-#include "core/ptx_sm90.cuh"
+#include "sm90_wide/backward_feed.cuh"
 
-constexpr i32 kTileRows = 64, kScores = kTileRows / 2;         // of a tile; of a thread, for a tile of scores
-constexpr i32 kPanels = ceil_div(kHeadDim, 64), kPanelsV = ceil_div(kHeadDimV, 64);
-constexpr u32 kPanelBytes = kTileRows * 128, kSlotBytes = larger(kPanels, kPanelsV) * kPanelBytes;
-constexpr u32 kTileBytes = kPlanes * kPanels * kPanelBytes, kTileBytesV = kPlanes * kPanelsV * kPanelBytes;
-constexpr u32 kSlotsAt = kStandingTiles * (kTileBytes + kTileBytesV);
+constexpr i32 kScores = kTileRows / 2;           // of a thread, for a tile of scores
 constexpr float kLog2e = 1.4426950408889634f;
-static_assert(1024 + kSlotsAt + kSlots * kSlotBytes + kHandedBytes == kSharedBytes, "the launch gives what the kernel uses");
-static_assert(kThreads == 128 * (kConsumers + 1), "a producer and the consumers");
-static_assert(kSlots >= 2 * kPlanes, "a tile of each kind");
-
-struct TensorMaps { TensorMap q, k, v, dout; };
-
-// Ready barriers end a phase when what they are named after may be read, free barriers when all have read it.
-struct Barriers { u64 standing, ready[kSlots], free[kSlots]; };
-
-CF_DEVICE void initialise(Barriers& barriers, i32 warps_that_read) {
-  mbarrier_init(barriers.standing, 1);
-  for (i32 n = 0; n < kSlots; ++n) mbarrier_init(barriers.ready[n], 1), mbarrier_init(barriers.free[n], warps_that_read);
-  fence_mbarrier_init();
-}
-
-// A plane in the ring: its slot, and the parity of the phase in which it lies there.
-struct Plane {
-  u32 slot = 0, parity = 0;
-  CF_DEVICE Plane after(u32 count) const {
-    const u32 next = slot + count;
-    return next < u32(kSlots) ? Plane{next, parity} : Plane{next - kSlots, parity ^ 1};
-  }
-};
-
-CF_DEVICE u32 barrier(const u64* bars, u32 slot) { return shared_address(bars) + 8 * slot; }
-
-// Lower half of a wgmma operand's descriptor. stride: of panels, where columns are not what is summed over.
-CF_DEVICE u32 descriptor(u32 tile, u32 stride) { return (tile & 0x3ffffu) >> 4 | (stride >> 4) << 16; }
-// The upper half is the same for all: 8 rows are 1024 bytes, swizzled by 128.
-CF_DEVICE u64 whole(u32 lower) { return u64(1024 >> 4 | 1u << 30) << 32 | lower; }
-
-// ---- producer: one thread
-
-// Where the planes of a head begin.
-CF_DEVICE i32 first_row(const Item& item, i32 heads, i32 head, i32 length) {
-  return i32(item.number * heads + head) * round_up(length, kTileRows);
-}
-
-template <i32 kCount> CF_DEVICE void load_plane(u32 to, const TensorMap& map, u32 bar, i32 plane, i32 row) {
-  CF_UNROLL
-  for (i32 n = 0; n < kCount; ++n) {
-    cp_async_bulk_tensor_5d_load(to + n * kPanelBytes, map, bar, 64 * (plane * kCount + n), row, 0, 0, 0);
-  }
-}
-
-// A tile that stands: its three planes follow each other.
-template <i32 kCount> CF_DEVICE void load_standing(u32 to, const TensorMap& map, u32 bar, i32 row) {
-  CF_UNROLL_1
-  for (i32 plane = 0; plane < kPlanes; ++plane) load_plane<kCount>(to + plane * kCount * kPanelBytes, map, bar, plane, row);
-}
-
-struct Producer {
-  Barriers& barriers;
-  u32 slots;
-  Plane next{};
-
-  // The planes of a tile, lo first or hi first.
-  template <i32 kCount, bool kHiFirst = false> CF_DEVICE void load(const TensorMap& map, i32 row) {
-    CF_UNROLL_1
-    for (i32 n = 0; n < kPlanes; ++n, next = next.after(1)) {
-      const i32 plane = kHiFirst ? n : kLo - n;
-      const u32 bar = barrier(barriers.ready, next.slot);
-      mbarrier_try_wait_parity(barrier(barriers.free, next.slot), next.parity ^ 1);       // all have read what was there
-      mbarrier_arrive_expect_tx(bar, kPanelBytes * kCount);
-      load_plane<kCount>(slots + next.slot * kSlotBytes, map, bar, plane, row);
-    }
-  }
-};
-
-// ---- consumers
-
 using Scores = float[kScores];
 using Operand = u32[kPlanes][kTileRows / 4];      // a tile as wgmma takes it from registers
 
@@ -186,7 +102,8 @@ struct Planes {
     }
   }
   // Starts d = a b for a tile whose planes are there.
-  template <int kCount> CF_DEVICE void outer(float (&d)[kCount], const Operand& a, Plane lo, Plane mid, Plane hi) const {
+  template <int kCount>
+  CF_DEVICE void outer(float (&d)[kCount], const Operand& a, Plane lo, Plane mid, Plane hi) const {
     start_outer<kLo>(d, a, tile(lo, kPanelBytes));
     start_outer<kMid>(d, a, tile(mid, kPanelBytes));
     start_outer<kHi>(d, a, tile(hi, kPanelBytes));

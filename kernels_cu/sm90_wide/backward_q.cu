@@ -111,7 +111,8 @@ CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 number)
   }
   CF_UNROLL
   for (int i = 0; i < kHeadDim / 2; ++i) c.dq[i] = 0.0f;
-  const Interval some = work.sight.keys_of_some(first, first + kTileRows), all = work.sight.keys_of_all(first, first + kTileRows);
+  const i32 end_row = first + kTileRows;
+  const Interval some = work.sight.keys_of_some(first, end_row), all = work.sight.keys_of_all(first, end_row);
   const i32 last = uniform(some.stop > some.start ? (some.stop - 1) / kTileRows : work.first - 1);
   const i32 steady_from = uniform(ceil_div(all.start, kTileRows)), steady_to = uniform(all.stop / kTileRows);
   const i32 end = uniform(work.first);
@@ -139,7 +140,8 @@ CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 number)
     CF_UNROLL
     for (int i = 0; i < kHeadDim / 2; ++i) c.dq[i] += ld_shared_f32(mine + 512 * i);
   }
-  const Target to{rows_of<float>(p.call.dq, p.dq, work.item, work.head), row, thread % 4 * 2, p.seqlen_q, p.head_dim, p.accumulate != 0};
+  const Rows<float> rows = rows_of<float>(p.call.dq, p.dq, work.item, work.head);
+  const Target to{rows, row, thread % 4 * 2, p.seqlen_q, p.head_dim, p.accumulate != 0};
   to.store(c.dq, c.scale, row < work.sight.q_length, row + 8 < work.sight.q_length);
 }
 
