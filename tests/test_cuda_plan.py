@@ -281,12 +281,34 @@ def test_more_leading_axes_than_a_record_holds_are_copied():
     assert p.kernels == ("forward",)
 
 
-def test_a_flattened_result_is_rounded_once_to_what_was_asked_for():
+def test_a_plan_makes_no_copies():
+    """Which would be of terabytes."""
+    q, k = shape(8, 6, 8, 6, 8, 8, 65536, 64), shape(8, 1, 8, 1, 8, 8, 65536, 64)
+    for backward in (False, True):
+        p = cupyflash.plan(q, k, k, arch=90, backward=backward, kv_lengths=np.ones((1, 6, 1, 1, 8), int))
+        assert p.copied_bytes > 2**41
+
+
+@pytest.mark.parametrize(("axes", "copies"), [((1, 0, 2), True), ((0, 1, 2), False)])
+def test_copies_keep_their_leading_axes_where_these_fit(axes, copies):
+    """Then bits are those of a contiguous call: broadcast k are summed up by the kernel in both."""
+    q = normal(np, (2, 3, 2, 1, 8, 4), np.float16).transpose(*axes, 3, 4, 5)
+    k = normal(np, (1, 1, 2, 1, 8, 4), np.float16)
+    problem = Problem.create(q, k, k, backend="cuda")
+    family = families.family_of("sm90")
+    assert launch.fits_copied(problem, family) is not copies
+    form = flatten.copied_problem(problem, lambda p: launch.fits_copied(p, family))
+    assert form.lead == problem.lead
+    assert form.k.shape == k.shape
+
+
+@pytest.mark.parametrize("fits", [lambda p: True, lambda p: False], ids=["copied", "merged"])
+def test_a_flattened_result_is_rounded_once_to_what_was_asked_for(fits):
     q, k, v = many_axes(3, dtype=np.float16)
     problem = Problem.create(q, k, v)
     wide, exact = np.empty(problem.out_shape, np.float32), np.empty(problem.out_shape, np.float32)
     cpu.forward(problem, exact)
-    result, _ = flatten.flat_forward(problem, wide, None, cpu.forward)
+    result, _ = flatten.flat_forward(problem, wide, None, fits, cpu.forward)
     assert result is wide
     np.testing.assert_allclose(wide, exact, rtol=1e-5, atol=1e-6)
 
@@ -306,7 +328,8 @@ def test_results_that_need_more_leading_axes_than_their_operands_are_copied(monk
     assert flat
 
 
-def test_the_flattened_call_is_the_same_call():
+@pytest.mark.parametrize("fits", [lambda p: True, lambda p: False], ids=["copied", "merged"])
+def test_the_flattened_call_is_the_same_call(fits):
     """Run on the CPU backend: the copies and the sums after them are NumPy or CuPy alike."""
     q, k, v = many_axes(3)
     options = {
@@ -320,12 +343,12 @@ def test_the_flattened_call_is_the_same_call():
     }
     problem = Problem.create(q, k, v, **options)
     out, lse = cpu.forward(problem)
-    flat_out, flat_lse = flatten.flat_forward(problem, None, None, cpu.forward)
+    flat_out, flat_lse = flatten.flat_forward(problem, None, None, fits, cpu.forward)
     np.testing.assert_allclose(flat_out, out, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(flat_lse, lse, rtol=1e-12)
     assert flat_out.strides == out.strides
     request = BackwardRequest.create(problem, normal(np, out.shape, np.float64, 20), out, lse)
-    expected, actual = cpu.backward(request), flatten.flat_backward(request, cpu.backward)
+    expected, actual = cpu.backward(request), flatten.flat_backward(request, fits, cpu.backward)
     for name, x, y in zip(GRADIENT_NAMES, actual, expected):
         assert (x is None) == (y is None), name
         if y is not None:
@@ -333,12 +356,13 @@ def test_the_flattened_call_is_the_same_call():
             np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12, err_msg=name)
 
 
-def test_flattened_gradients_add_to_what_is_there():
+@pytest.mark.parametrize("fits", [lambda p: True, lambda p: False], ids=["copied", "merged"])
+def test_flattened_gradients_add_to_what_is_there(fits):
     q, k, v = many_axes(3)
     problem = Problem.create(q, k, v)
     out, lse = cpu.forward(problem)
     dout = normal(np, out.shape, np.float64, 20)
-    first = flatten.flat_backward(BackwardRequest.create(problem, dout, out, lse), cpu.backward)
+    first = flatten.flat_backward(BackwardRequest.create(problem, dout, out, lse), fits, cpu.backward)
     request = BackwardRequest.create(
         problem,
         dout,
@@ -347,7 +371,7 @@ def test_flattened_gradients_add_to_what_is_there():
         grads_out=cupyflash.Gradients(*(None if x is None else x.copy() for x in first)),
         accumulate=True,
     )
-    twice = flatten.flat_backward(request, cpu.backward)
+    twice = flatten.flat_backward(request, fits, cpu.backward)
     assert twice.k is request.targets.k
     for x, y in zip(first[:3], twice[:3]):
         np.testing.assert_allclose(2 * x, y, rtol=1e-12, atol=1e-12)

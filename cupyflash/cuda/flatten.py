@@ -1,9 +1,10 @@
-"""Calls that no record can express, run on copies with a single leading axis.
+"""Calls that no record can express, run on copies.
 
-The record holds four leading axes and strides in whole elements. A call with more leading axes that do not merge,
-or with strides that are no multiple of the itemsize, is copied: its operands are broadcast over the leading axes
-into dense memory, its results come back through dense arrays where they are not such arrays themselves, and broadcast
-axes of gradients are summed after.
+The record holds a few leading axes and strides in whole elements. A call with more leading axes that do not merge, or
+with strides that are no multiple of the itemsize, is copied: its operands into C-ordered memory, and where even their
+leading axes are too many, as operands that are broadcast along different ones have, into one leading axis each. Its
+results come back through dense arrays where they are not such arrays themselves; broadcast axes of gradients that the
+copies lack are summed after.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
-from ..arrays import array_module, empty_in_order, memory_order
+from ..arrays import array_module, empty_in_order, memory_order, stand_in
 from ..problem import GRADIENT_NAMES, Gradients, Problem
 from ..request import BackwardRequest
 from .params import Layout, c_strides
@@ -23,115 +25,157 @@ _TAILS = {"q": 3, "k": 3, "v": 3, "mask": 3, "bias": 3, "sinks": 1, "alibi_slope
 _TAILS |= {"q_lengths": 0, "kv_lengths": 0, "query_offset": 0}
 
 
-def flat_problem(problem: Problem) -> Problem:
+Copy = Callable[[Any, tuple[int, ...]], Any]
+
+
+def copied_problem(problem: Problem, fits: Callable[[Problem], bool], copy: Copy | None = None) -> Problem:
+    """The same call with operands in C order, and with one leading axis if it does not fit with its own.
+
+    Which of both depends on shapes alone, so that strides do not change bits. ``copy(x, shape)`` is to broadcast x.
+    """
+    if fits(_with_operands(problem, lambda x: described(x, x.shape))):
+        return _with_operands(problem, lambda x: (copy or _copied)(x, x.shape))
+    return flat_problem(problem, copy)
+
+
+def flat_problem(problem: Problem, copy: Copy | None = None) -> Problem:
     """The same call with copied operands and one leading axis."""
-    changes = {name: _flat(problem, getattr(problem, name), tail) for name, tail in _TAILS.items()}
-    if dropout := problem.dropout:
-        origin = _flat(problem, dropout.origin_t, 1)
-        changes["dropout"] = dataclasses.replace(dropout, origin_t=origin)
-    return dataclasses.replace(problem, lead=(problem.batch,), two_d=(), **changes)
+    p = problem
+
+    def merged(x: Any, tail: int) -> Any:
+        rest = x.shape[x.ndim - tail :]
+        return (copy or _copied)(x, (*p.lead, *rest)).reshape(p.batch, *rest)
+
+    form = _with_operands(p, lambda x: (copy or _copied)(x, x.shape), merged)
+    return dataclasses.replace(form, lead=(p.batch,))
 
 
-def flat_bytes(problem: Problem, backward: bool, during: int) -> int:
-    """The most bytes that a call takes at once, ``during`` of which its flat form takes for itself."""
+def described(x: Any, shape: tuple[int, ...]) -> Any:
+    """What a copy would look like, without its memory."""
+    return stand_in(SimpleNamespace(shape=shape, dtype=x.dtype))
+
+
+def most_bytes(problem: Problem, form: Problem, backward: bool, during: int) -> int:
+    """The most bytes that a call takes at once, ``during`` of which its copied form takes for itself."""
     p, wide = problem, problem.score_dtype.itemsize
     rows = p.batch * p.heads_q * p.seqlen_q
-    during += sum(_copied_bytes(p, getattr(p, name), tail) for name, tail in _TAILS.items())
+    during += sum(_bytes(getattr(form, name)) for name in _TAILS if _is_copied(p, form, name))
     out, turned = rows * p.head_dim_v * p.dtype.itemsize, not _in_c_order(p.out_shape, p.q)
     if not backward:
         return out + rows * wide + max(during, out * turned)
     during += 2 * out * turned  # dout and out, which lie as `attention` makes out
-    flat = after = largest = 0
+    made = after = largest = 0
     for name in p.differentiable:
-        x, tail = getattr(p, name), _TAILS[name]
-        own = math.prod(x.shape)
-        if not _is_summed(p, name):
-            flat += own * x.dtype.itemsize
-            after += 0 if _in_c_order(x.shape, x) else own * x.dtype.itemsize
-            continue
-        flat += p.batch * math.prod(x.shape[x.ndim - tail :]) * wide
-        after += own * x.dtype.itemsize
-        largest = max(largest, own * (wide + x.dtype.itemsize))
-    return flat + max(during, after + largest)
+        x, copy = getattr(p, name), getattr(form, name)
+        if _is_summed(x, copy):
+            made += math.prod(copy.shape) * wide
+            after += _bytes(x)
+            largest = max(largest, math.prod(x.shape) * wide + _bytes(x))
+        else:
+            made += _bytes(x)
+            after += 0 if _in_c_order(x.shape, x) else _bytes(x)
+    return made + max(during, after + largest)
 
 
 def flat_forward(
-    problem: Problem, out: Any, lse: Any, forward: Callable[[Problem, Any], tuple[Any, Any]]
+    problem: Problem,
+    out: Any,
+    lse: Any,
+    fits: Callable[[Problem], bool],
+    forward: Callable[[Problem, Any], tuple[Any, Any]],
 ) -> tuple[Any, Any]:
-    """Run ``forward`` on the copy, into an ``out`` of the wanted dtype, and bring its results to their places."""
+    """Run ``forward`` on copies, into an ``out`` of the wanted dtype, and bring its results to their places."""
     p = problem
-    flat_out = None
-    if out is not None and out.dtype != p.out_dtype:
-        flat_out = array_module(p.q).empty((p.batch, *p.out_shape[len(p.lead) :]), out.dtype)
-    results = forward(flat_problem(p), flat_out)
+
+    def on_copies() -> tuple[Any, Any]:
+        form, made = copied_problem(p, fits), None
+        if out is not None and out.dtype != p.out_dtype:
+            made = array_module(p.q).empty(form.out_shape, out.dtype)
+        return forward(form, made)
+
+    results = on_copies()
     return (
         _placed(results[0].reshape(p.out_shape), out, p.out_dtype, p.q),
         lse if results[1] is None else _placed(results[1].reshape(p.lse_shape), lse, p.lse_dtype, None),
     )
 
 
-def flat_backward(request: BackwardRequest, backward: Callable[[BackwardRequest], Gradients]) -> Gradients:
-    """Run ``backward`` on the copy and sum what was broadcast, in the score dtype."""
-    gradients = backward(_flat_request(request))
+def flat_backward(
+    request: BackwardRequest,
+    fits: Callable[[Problem], bool],
+    backward: Callable[[BackwardRequest], Gradients],
+) -> Gradients:
+    """Run ``backward`` on copies and sum what was broadcast for them, in the score dtype."""
+    gradients = backward(_on_copies(request, copied_problem(request.problem, fits)))
     return Gradients(*(_summed(request, name, x) for name, x in zip(GRADIENT_NAMES, gradients)))
 
 
-def _flat_request(request: BackwardRequest) -> BackwardRequest:
-    """The same request on the copy. Gradients that need no sum and no addition are rounded there, others after it."""
+def _on_copies(request: BackwardRequest, form: Problem) -> BackwardRequest:
+    """The same request there. Gradients that need no sum and no addition are rounded there, others after it."""
     p, targets = request.problem, {}
-    flat, xp = flat_problem(p), array_module(p.q)
+    xp = array_module(p.q)
     for name in request.wrt:
-        target = getattr(request.targets, name)
-        dtype = getattr(p, name).dtype if target is None else target.dtype
-        exact = request.accumulate or _is_summed(p, name)
-        targets[name] = xp.empty(getattr(flat, name).shape, p.score_dtype if exact else dtype)
+        target, argument, copy = (getattr(x, name) for x in (request.targets, p, form))
+        exact = request.accumulate or _is_summed(argument, copy)
+        dtype = argument.dtype if target is None else target.dtype
+        targets[name] = xp.empty(copy.shape, p.score_dtype if exact else dtype)
     results: dict[str, Any] = {
-        name: None if (x := getattr(request, name)) is None else _merged(p, x)
+        name: None
+        if (x := getattr(request, name)) is None
+        else xp.ascontiguousarray(x).reshape(*form.lead, *x.shape[len(p.lead) :])
         for name in ("dout", "out", "lse", "dlse", "delta")
     }
     return BackwardRequest(
-        problem=flat, wrt=request.wrt, targets=Gradients(**targets), accumulate=False, **results
+        problem=form, wrt=request.wrt, targets=Gradients(**targets), accumulate=False, **results
     )
 
 
-def _merged(problem: Problem, x: Any) -> Any:
-    """An array over all leading axes, which become one."""
-    return array_module(x).ascontiguousarray(x).reshape(problem.batch, *x.shape[len(problem.lead) :])
-
-
-def _flat(problem: Problem, x: Any, tail: int) -> Any:
-    """An operand broadcast over the leading axes, which become one; as it is where it has none of them."""
-    if x is None or isinstance(x, int):
-        return x
+def _copied(x: Any, shape: tuple[int, ...]) -> Any:
     xp = array_module(x)
-    if x.ndim <= tail:
-        return x if Layout.of(x).expressible() else xp.ascontiguousarray(x)
-    return _merged(problem, xp.broadcast_to(x, (*problem.lead, *x.shape[x.ndim - tail :])))
+    return xp.ascontiguousarray(xp.broadcast_to(x, shape))
 
 
-def _copied_bytes(problem: Problem, x: Any, tail: int) -> int:
-    """Bytes of the copy that `_flat` makes."""
-    if x is None or isinstance(x, int) or (x.ndim <= tail and Layout.of(x).expressible()):
-        return 0
-    lead, rest = problem.lead if x.ndim > tail else (), x.shape[max(0, x.ndim - tail) :]
-    whole = x.shape == (*lead, *rest) and _is_contiguous(Layout.of(x))
-    return 0 if whole else math.prod((*lead, *rest)) * x.dtype.itemsize
+def _with_operands(
+    problem: Problem, copy: Callable[[Any], Any], merged: Callable[[Any, int], Any] | None = None
+) -> Problem:
+    """The problem with copied operands; ``merged`` copies those with leading axes, given how many axes are behind."""
+
+    def change(x: Any, tail: int) -> Any:
+        if x.ndim <= tail:
+            return x if Layout.of(x).expressible() else copy(x)
+        return copy(x) if merged is None else merged(x, tail)
+
+    found = {name: (getattr(problem, name), tail) for name, tail in _TAILS.items()}
+    changes = {name: change(x, tail) for name, (x, tail) in found.items() if hasattr(x, "shape")}
+    dropout = problem.dropout
+    if dropout is not None and hasattr(dropout.origin_t, "shape"):
+        changes["dropout"] = dataclasses.replace(dropout, origin_t=change(dropout.origin_t, 1))
+    return dataclasses.replace(problem, two_d=(), **changes)
 
 
-def _is_contiguous(layout: Layout) -> bool:
+def _bytes(x: Any) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
+
+
+def _is_copied(problem: Problem, form: Problem, name: str) -> bool:
+    """Whether an operand is not what its copy would be."""
+    x, copy = getattr(problem, name), getattr(form, name)
+    if not hasattr(x, "shape") or copy is x:
+        return False
+    layout = Layout.of(x)
     steps = c_strides(layout.shape, layout.dtype.itemsize)
-    return all(n == 1 or s == step for n, s, step in zip(layout.shape, layout.strides, steps, strict=True))
+    whole = all(n == 1 or s == step for n, s, step in zip(layout.shape, layout.strides, steps, strict=True))
+    return not whole or math.prod(x.shape) != math.prod(copy.shape)
+
+
+def _is_summed(argument: Any, copy: Any) -> bool:
+    """Whether an argument was broadcast for its copy, whose gradient has axes too many."""
+    return math.prod(copy.shape) != math.prod(argument.shape)
 
 
 def _in_c_order(shape: tuple[int, ...], like: Any) -> bool:
     """Whether `empty_in_order` gives a C-ordered array."""
     return memory_order(len(shape), like) == list(range(len(shape)))
-
-
-def _is_summed(problem: Problem, name: str) -> bool:
-    """Whether the flat gradient of an argument has leading axes that the argument was broadcast over."""
-    shape, tail = getattr(problem, name).shape, _TAILS[name]
-    return len(shape) > tail and shape[: len(shape) - tail] != problem.lead
 
 
 def _placed(result: Any, target: Any, dtype: Any, like: Any) -> Any:
@@ -145,17 +189,18 @@ def _placed(result: Any, target: Any, dtype: Any, like: Any) -> Any:
 
 
 def _summed(request: BackwardRequest, name: str, gradient: Any) -> Any:
-    """A flat gradient in its argument's own shape, rounded once."""
+    """A copy's gradient in its argument's own shape, rounded once."""
     if gradient is None:
         return None
     p = request.problem
     argument, target = getattr(p, name), getattr(request.targets, name)
     own = argument.shape
-    if len(own) > _TAILS[name]:
+    if _is_summed(argument, gradient):
         full = gradient.reshape(*p.lead, *gradient.shape[1:])
         padded = (1,) * (full.ndim - len(own)) + own
         axes = tuple(axis for axis, size in enumerate(padded) if size == 1 != full.shape[axis])
-        gradient = (full.sum(axis=axes, dtype=p.score_dtype) if axes else full).reshape(own)
+        gradient = full.sum(axis=axes, dtype=p.score_dtype)
+    gradient = gradient.reshape(own)
     if name in p.two_d:
         gradient, argument = gradient[0], argument[0]
     if request.accumulate:

@@ -11,7 +11,7 @@ from ..arrays import empty_in_order
 from ..problem import GRADIENT_NAMES, Gradients, Problem
 from ..request import BackwardRequest
 from .backward_recipe import backward_recipe
-from .families import choose_family
+from .families import Family, choose_family
 from .flatten import flat_backward, flat_forward
 from .machine import gpu
 from .operands import GRADIENTS, layout_in_order, layouts, numbers, tensors
@@ -39,7 +39,11 @@ def forward(
         if not fits(sizes, made | layouts(arrays | given), family.lead_axes):
             _refuse_capture(machine)
             return flat_forward(
-                problem, out, lse, lambda flat, x: forward(flat, x, need_lse=need_lse, machine=machine)
+                problem,
+                out,
+                lse,
+                lambda p: fits_copied(p, family),
+                lambda p, x: forward(p, x, need_lse=need_lse, machine=machine),
             )
         if family.arch_suffix:
             arrays |= _kept(machine, readable(problem))
@@ -77,7 +81,9 @@ def backward(request: BackwardRequest, *, workspace: Any = None, machine: Any = 
         family, _ = choose_family(p, machine.compute_capability, backward=True)
         if not fits(sizes, made | layouts(arrays | targets), family.lead_axes):
             _refuse_capture(machine)
-            return flat_backward(request, lambda flat: backward(flat, machine=machine))
+            return flat_backward(
+                request, lambda p: fits_copied(p, family), lambda moved: backward(moved, machine=machine)
+            )
         results = {name: _gradient_array(machine, request, name) for name in request.wrt}
         arrays |= {GRADIENTS[name]: x for name, x in results.items()}
         if arrays["dout"] is not request.dout:
@@ -143,6 +149,11 @@ def run(recipe: Recipe, machine: Any, addresses: dict[str, int], values: Iterabl
 def fits(sizes: Sizes, found: dict[str, Layout], most_lead_axes: int) -> bool:
     """Whether a record can express these layouts, with so many leading axes."""
     return all(x.expressible() for x in found.values()) and lead_axes(sizes, found) <= most_lead_axes
+
+
+def fits_copied(problem: Problem, family: Family) -> bool:
+    """The same of a problem whose operands and results are in C order: the operands decide."""
+    return fits(Sizes.of(problem), layouts(tensors(problem)), family.lead_axes)
 
 
 def _addresses(machine: Any, arrays: dict[str, Any]) -> dict[str, int]:

@@ -13,8 +13,8 @@ from . import module, sm90_launch
 from .backward_recipe import backward_recipe
 from .device import compute_capability, missing, require_cupy
 from .families import choose_family
-from .flatten import flat_bytes, flat_problem
-from .launch import fits
+from .flatten import copied_problem, described, most_bytes
+from .launch import fits, fits_copied
 from .operands import GRADIENTS, layout_bytes, layout_in_order, layouts, tensors
 from .params import Layout
 from .recipe import Recipe, Sizes, forward_recipe
@@ -83,7 +83,7 @@ def planned(
     output = sum(map(layout_bytes, results.values()))
     copied, given = 0, problem
     if not fits(Sizes.of(problem), found | results, chosen.lead_axes):
-        problem = flat_problem(problem)
+        problem = copied_problem(problem, lambda p: fits_copied(p, chosen), described)
         found, results = layouts(tensors(problem)), _results(problem, backward)
     if backward:
         found |= _cotangents(problem)
@@ -101,7 +101,7 @@ def planned(
         recipe = backward_recipe(chosen.name, cc, sizes, tuple((found | results).items()), wanted, False)
     if problem is not given:
         workspace = recipe.workspace_bytes
-        copied = flat_bytes(given, backward, workspace + copied) - output - workspace
+        copied = most_bytes(given, problem, backward, workspace + copied) - output - workspace
     return recipe, chosen.name, passed_over, copied, output
 
 
