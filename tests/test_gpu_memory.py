@@ -127,3 +127,20 @@ def test_layouts_cost_what_the_plan_says(cupy, layout, backward):
     else:
         _, peak = warmed(cupy, lambda: cupyflash.attention(*arrays))
     assert peak == pytest.approx(planned(arrays, backward=backward), rel=0.1)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("broadcast", [False, True], ids=["", "broadcast"])
+def test_leading_axes_that_do_not_merge_cost_what_the_plan_says(cupy, backward, broadcast):
+    """More of them than the fast families take in place."""
+    given = qkv(cupy, batch=24, heads=4, m=500, d=64, dtype=np.float16)
+    arrays = [x.reshape(3, 2, 4, *x.shape[1:]).transpose(2, 0, 1, 3, 4, 5) for x in given]
+    if broadcast:
+        arrays[1:] = [x[:, :1] for x in arrays[1:]]
+    out, lse = cupyflash.attention(*arrays, return_lse=True)
+    call = {
+        False: lambda: cupyflash.attention(*arrays, return_lse=True),
+        True: lambda: cupyflash.attention_backward(out, *arrays, out, lse),
+    }[backward]
+    _, peak = warmed(cupy, call)
+    assert peak == pytest.approx(planned(arrays, backward=backward), rel=0.1)
