@@ -14,7 +14,7 @@ template <int kRows, int kCols> struct AddendBatch {
   bool packed;      // else they are loaded one by one when they are laid out
 };
 
-// Where the addends of one score matrix lie; nothing outside rows x cols, which end with the lengths, is touched.
+// Where the addends of one score matrix lie; nothing outside rows x cols is touched.
 struct AddendSource {
   Addends from;
   i32 rows, cols;

@@ -90,7 +90,7 @@ struct Backward {
       multiply_queries(dp, shared + kAtO, read_o, shared + kAtV, read_v, n * kStep);
       const u32 staged = shared + kAtAddends + warp_index() * kAddendBytes;
       if constexpr (kMaskOrBias) {
-        const AddendSource source{addends_of(p, item, head), rules.sight.q_length, rules.sight.kv_length};
+        const AddendSource source{addends_of(p, item, head), p.seqlen_q, p.seqlen_k};
         source.stage<kWarpRows, kStep>(staged, own_row, at);
       }
       if constexpr (!kPlainScores) rules.scale(s, unused, own_row, at, staged);
@@ -101,7 +101,8 @@ struct Backward {
         for (int w = 0; w < kC; ++w) s[u][w] = weight_from(s[u][w], factor, negative_lse[u]);
       }
       score_gradients(s, dp, delta, dropper, dropout_scale<float>(p), own_row, at);
-      if (!whole.covers(at, at + kStep)) bounds.select(s, at, 0.0f);
+      // Addends of rows past the length have been read, whatever they are: those rows are selected away too.
+      if (bounds.rows < kWarpRows || !whole.covers(at, at + kStep)) bounds.select(s, at, 0.0f);
       CF_UNROLL
       for (int u = 0; u < kR; ++u) {
         CF_UNROLL

@@ -69,8 +69,8 @@ class Machine:
     workers : int
         CPU threads that execute blocks; 0 is one a core.
     compute_capability : int
-        Of the GPU that it stands for: it decides families and tile sizes. At 90 there are kernels, those of sm90, that
-        use more of TMA than is emulated.
+        Of the GPU that it stands for: it decides families and tile sizes. At 90 there are kernels, those of sm90,
+        that use more of TMA than is emulated.
     edit : callable, optional
         Changes the source of every kernel before it is compiled, to see that a fault is found.
 
