@@ -39,6 +39,13 @@ def test_plain_scores_forward_and_backward(name):
     assert {config.family for config in launched} == {"sm90_wide", "prepost"}
 
 
+def test_no_keys():
+    q, k, v = qkv(np, 1, 2, 70, 0, 64)
+    machine = Machine(compute_capability=HOPPER)
+    check(q, k, v, via=vjp_on(machine), sinks=np.array([0.5, -1], np.float32))
+    assert not {config.kernel for config in machine.launched} & {"split", "split_all"}
+
+
 def test_shaped_scores_have_the_backward_of_another_family():
     launched = check_case("everything")
     forward, backward = launched[:2], launched[2:]

@@ -91,7 +91,7 @@ class Family:
             return reason
         if backward and not self.slope_gradients and problem.alibi_slopes is not None:
             return "rounds weights before it sums them up, which gradients of ALiBi slopes do not bear"
-        if self.arch_suffix and backward and problem.seqlen_k == 0:
+        if self.name == "sm90" and backward and problem.seqlen_k == 0:
             return "has no backward without keys"
         if problem.precision not in (None, *self.precisions):
             return f"computes float32 as {' or '.join(self.precisions)}, not {problem.precision}"
