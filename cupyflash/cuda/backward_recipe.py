@@ -150,8 +150,8 @@ class _Backward:
     def _finish_queries(self, main: Any) -> None:
         config = config_of(self.family, "finish_queries", self.cc, self.sizes)
         record = self._record((*_LENGTHS, "dq"), owner="dq", splits=main.geometry.head_dim)
-        blocks = ceil(self.sizes.seqlen_q, backward_rows.ROW_BLOCK)
-        self._add(config, _own(record) * self.sizes.heads_q * blocks, record)
+        units = ceil(self.sizes.seqlen_q, backward_rows.ROW_UNIT)
+        self._add(config, _own(record) * self.sizes.heads_q * units, record)
 
     def _broadcast_axes(self, name: str) -> list[bool]:
         shape = self.layouts[name].shape[:-3]

@@ -111,8 +111,7 @@ class Config:
         """Dynamic shared memory of a block."""
         if self.geometry:
             return self.geometry.shared_bytes(self.kernel, self.score_bytes)
-        sum_of_each_warp, rows_of_queries = PREPOST_THREADS // 32 * self.score_bytes, 64 * (128 + 4) * 4
-        return {"sum_rows": sum_of_each_warp, "finish_queries": rows_of_queries}.get(self.kernel, 0)
+        return PREPOST_THREADS // 32 * self.score_bytes if self.kernel == "sum_rows" else 0
 
     def arch(self, cc: int) -> str:
         """The architecture to compile for on a device of that compute capability."""
@@ -130,8 +129,6 @@ class Config:
             constants = self.geometry.constants() | {"kSharedBytes": self.shared_bytes}
             constants |= dict(zip(OPTION_BITS, self.options))
             lines += [_constant(name, value) for name, value in constants.items()]
-        elif self.kernel == "finish_queries":
-            lines.append(_constant("kSharedBytes", self.shared_bytes))
         if isinstance(self.geometry, _WITH_WGMMA):
             lines.append(self.geometry.wrappers(self.dtype))
         return "\n".join(lines)

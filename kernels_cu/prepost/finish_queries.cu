@@ -1,77 +1,86 @@
-// After the sm90 backward: the gradient of queries from its sums (attn/backward_rows.cuh); a block for kRowBlock rows of
-// one owner, all items that it was broadcast over added in order.
+// After a backward that hands gradients of queries on: the gradient from its sums (attn/backward_rows.cuh); a block for
+// kRowUnit rows of one owner, all items that it was broadcast over added in order; a warp for 16 of the rows.
 //
-// A block of sums is p.splits columns wide: entry 2 h + x of float4 number 128 j + t is row 16 (t / 32) + 8 h + t % 32 / 4,
-// column 8 j + 2 (t % 4) + x. Up to 128 columns at a time go through shared memory, so that rows are written in one piece.
+// Sums are p.splits columns wide: entry 2 h + x of float4 number 128 j + t is row 16 (t / 32) + 8 h + t % 32 / 4, column
+// 8 j + 2 (t % 4) + x. Four lanes hold the same rows: they exchange columns, so that each writes eight neighbours.
 #include "attn/backward_rows.cuh"
 #include "core/block.cuh"
+#include "core/warp.cuh"
 
-constexpr i32 kFinishThreads = 256, kCols = 128, kPitch = kCols + 4;
-static_assert(kSharedBytes == kRowBlock * kPitch * 4, "the launch gives what the kernel uses");
+constexpr i32 kFinishThreads = 256, kAtOnce = 8;      // float4 of a lane at once: 64 columns
+static_assert(kFinishThreads / 32 * 16 == kRowUnit, "a warp for 16 rows");
 
 CF_DEVICE bool any_key_is_seen(const Params& p, const Item& item, i32 row) {
   const Interval keys = visibility_of(p, item).keys_of_some(row, row + kRowBlock);
   return keys.start < keys.stop;
 }
 
-// Eight scaled columns of a row; columns from `count` on are none.
-CF_DEVICE void store_eight(const Params& p, i64 index, i32 count, bool packed, const float* from) {
-  const float scale = float(p.call.scale);
-  if (packed && count >= 8) {
-    const auto *low = reinterpret_cast<const Packed<float, 4>*>(from), *high = low + 1;
-    Packed<Element, 8> rounded;
-    CF_UNROLL
-    for (int n = 0; n < 8; ++n) rounded.value[n] = convert<Element>(times((n < 4 ? *low : *high).value[n % 4], scale));
-    *reinterpret_cast<Packed<Element, 8>*>(static_cast<Element*>(p.call.dq) + index) = rounded;
-    return;
-  }
-  for (i32 n = 0; n < smaller(count, 8); ++n) {
-    const i64 at = index + n * p.dq.col;
-    const float x = times(from[n], scale);
+// The words a of lanes without the bit `mask` and the words b of those with it stay, the others change places.
+CF_DEVICE void exchange(u32& a, u32& b, u32 mask) {
+  const bool high = (lane_index() & mask) != 0;
+  const u32 got = shuffle_xor(high ? a : b, mask);
+  if (high) a = got; else b = got;
+}
+
+using Sums = Packed<float, 4>[kAtOnce];
+
+// Rows lane / 4 and 8 more of the warp's 16, 64 columns from `col`, element by element.
+CF_DEVICE void store_elements(const Params& p, const Sums& sums, i64 base, i32 row, i32 col, float scale) {
+  CF_UNROLL
+  for (int n = 0; n < 4 * kAtOnce; ++n) {
+    const i32 i = row + n / 2 % 2 * 8, c = col + n / 4 * 8 + i32(lane_index()) % 4 * 2 + n % 2;
+    if (i >= p.seqlen_q || c >= p.head_dim) continue;
+    const i64 at = base + i * p.dq.row + c * p.dq.col;
+    const float x = times(sums[n / 4].value[n % 4], scale);
     store_kind(p.call.dq, p.dq_kind, at, p.accumulate ? x + load_kind<float>(p.call.dq, p.dq_kind, at) : x);
   }
 }
 
+// The same, eight columns a lane at once.
+CF_DEVICE void store_rows(const Params& p, const Sums& sums, const Rows<Element>& rows, i32 row, i32 col, float scale) {
+  CF_UNROLL
+  for (int n = 0; n < 4; ++n) {
+    const int h = n % 2, from = n / 2 * 4;
+    union { u32 word[4]; Packed<Element, 2> pair[4]; Packed<Element, 8> all; } x;
+    CF_UNROLL
+    for (int k = 0; k < 4; ++k) {
+      const float* entry = sums[from + k].value + 2 * h;
+      x.pair[k] = {{convert<Element>(times(entry[0], scale)), convert<Element>(times(entry[1], scale))}};
+    }
+    exchange(x.word[0], x.word[1], 1), exchange(x.word[2], x.word[3], 1);
+    exchange(x.word[0], x.word[2], 2), exchange(x.word[1], x.word[3], 2);
+    const i32 i = row + 8 * h, c = col + 8 * (from + i32(lane_index()) % 4);
+    if (i < p.seqlen_q && c < p.head_dim) *reinterpret_cast<Packed<Element, 8>*>(rows.at(i, c)) = x.all;
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kFinishThreads) cupyflash_finish_queries(const Params p) {
-  float* tile = &shared_storage<float>();
-  const u32 blocks = ceil_div(p.seqlen_q, kRowBlock), matrix = block_index() / blocks;
-  const i32 head = i32(matrix % u32(p.heads_q)), row = i32(block_index() % blocks) * kRowBlock, cols = p.splits;
+  const u32 units = ceil_div(p.seqlen_q, kRowUnit), matrix = block_index() / units;
+  const i32 head = i32(matrix % u32(p.heads_q)), cols = p.splits, warp = i32(thread_index()) / 32, lane = i32(lane_index());
+  const i32 block = i32(block_index() % units) * kRowUnit + warp / 4 * kRowBlock, row = block + warp % 4 * 16 + lane / 4;
+  if (block >= p.seqlen_q) return;
   const u32 own = matrix / u32(p.heads_q), items = points(p.loop);
-  const i32 t = i32(thread_index()) % 128, own_row = t / 32 * 16 + t % 32 / 4;
   const Item first = item_at(p, own, 0);
   const Rows<Element> rows = rows_of<Element>(p.call.dq, p.dq, first, head);
-  const bool packed = p.dq_kind == KindOf<Element>::value && !p.accumulate && rows.packed<8>();
-  const i64 base = lead_offset(p.dq.lead, first) + p.dq.head * head;
+  const bool packed = p.dq_kind == KindOf<Element>::value && !p.accumulate && rows.packed<8>() && p.head_dim % 8 == 0;
+  const float scale = float(p.call.scale);
   CF_UNROLL_1
-  for (i32 start = 0; start < smaller(cols, p.head_dim); start += kCols) {
-    Packed<float, 4> sums[kCols / 16] = {};
+  for (i32 col = 0; col < p.head_dim; col += 8 * kAtOnce) {
+    Sums sums = {};
     CF_UNROLL_1
     for (u32 loop = 0; loop < items; ++loop) {
-      const Item item = item_at(p, own, loop);
-      if (!any_key_is_seen(p, item, row)) continue;
-      const float* from = dq_sums_of(p, item, head, cols) + i64(row) * cols + start * 64 + thread_index() * 4;
+      const Item item = loop == 0 ? first : item_at(p, own, loop);
+      if (!any_key_is_seen(p, item, block)) continue;
+      const float* from = dq_sums_of(p, item, head, cols) + i64(block) * cols + col * kRowBlock + (warp % 4 * 32 + lane) * 4;
       CF_UNROLL
-      for (int n = 0; n < kCols / 16; ++n) {
-        if (start + 16 * n >= cols) continue;
-        const Packed<float, 4> found = *reinterpret_cast<const Packed<float, 4>*>(from + n * 1024);
+      for (int n = 0; n < kAtOnce; ++n) {
+        if (col + 8 * n >= cols) continue;
+        const Packed<float, 4> found = *reinterpret_cast<const Packed<float, 4>*>(from + n * 512);
         CF_UNROLL
         for (int x = 0; x < 4; ++x) sums[n].value[x] += found.value[x];
       }
     }
-    block_barrier();       // the columns before have been read
-    CF_UNROLL
-    for (int n = 0; n < kCols / 16; ++n) {
-      float* to = tile + own_row * kPitch + 16 * n + thread_index() / 128 * 8 + t % 4 * 2;
-      *reinterpret_cast<Packed<float, 2>*>(to) = {{sums[n].value[0], sums[n].value[1]}};
-      *reinterpret_cast<Packed<float, 2>*>(to + 8 * kPitch) = {{sums[n].value[2], sums[n].value[3]}};
-    }
-    block_barrier();       // the columns are there
-    const i32 chunks = smaller(cols - start, kCols) / 8;
-    CF_UNROLL_1
-    for (i32 n = thread_index(); n < kRowBlock * chunks; n += kFinishThreads) {
-      const i32 r = n / chunks, col = n % chunks * 8;
-      if (row + r >= p.seqlen_q) break;
-      store_eight(p, base + (row + r) * p.dq.row + (start + col) * p.dq.col, p.head_dim - start - col, packed, tile + r * kPitch + col);
-    }
+    if (packed) store_rows(p, sums, rows, row, col, scale);
+    else store_elements(p, sums, lead_offset(p.dq.lead, first) + p.dq.head * head, row, col, scale);
   }
 }

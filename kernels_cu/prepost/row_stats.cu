@@ -10,46 +10,53 @@
 
 constexpr i32 kStatsThreads = 256, kLanes = 8, kRowsAtOnce = kStatsThreads / kLanes;
 
-// Eight columns of a row from `col`; columns from `stop` on are zeros.
-template <class T> CF_DEVICE void eight(float (&x)[8], const Rows<const T>& rows, bool packed, i32 row, i32 col, i32 stop) {
-  if (packed && col + 8 <= stop) {
-    const Packed<T, 8> found = *reinterpret_cast<const Packed<T, 8>*>(rows.at(row, col));
-    CF_UNROLL
-    for (int n = 0; n < 8; ++n) x[n] = convert<float>(found.value[n]);
-    return;
-  }
-  CF_UNROLL
-  for (int n = 0; n < 8; ++n) x[n] = col + n < stop ? convert<float>(*rows.at(row, col + n)) : 0.0f;
-}
+constexpr i32 kRows = kRowUnit / kRowsAtOnce;        // of a thread, kRowsAtOnce apart
 
-// The lane's part of dout * out of one row.
-template <class Out>
-CF_DEVICE float part_of_row(const Params& p, const Rows<const Element>& dout, const Rows<const Out>& out, bool packed, i32 row) {
-  float sum = 0.0f;
+// The lane's part of dout * out of its rows, eight columns at a time; all of them are on their way before one is used.
+CF_DEVICE void parts_of_packed_rows(float (&sums)[kRows], const Rows<const Element>& dout, const Rows<const Element>& out,
+                                    i32 cols, i32 row, i32 row_stop) {
   CF_UNROLL_1
-  for (i32 col = i32(lane_index()) % kLanes * 8; col < p.head_dim_v; col += 8 * kLanes) {
-    float a[8], b[8];
-    eight(a, dout, packed, row, col, p.head_dim_v);
-    eight(b, out, packed, row, col, p.head_dim_v);
+  for (i32 col = i32(lane_index()) % kLanes * 8; col < cols; col += 8 * kLanes) {
+    Packed<u32, 4> a[kRows] = {}, b[kRows] = {};      // pairs of elements
     CF_UNROLL
-    for (int n = 0; n < 8; ++n) sum = fused(a[n], b[n], sum);
+    for (int n = 0; n < kRows; ++n) {
+      if (row + n * kRowsAtOnce >= row_stop) continue;
+      a[n] = *reinterpret_cast<const Packed<u32, 4>*>(dout.at(row + n * kRowsAtOnce, col));
+      b[n] = *reinterpret_cast<const Packed<u32, 4>*>(out.at(row + n * kRowsAtOnce, col));
+    }
+    CF_UNROLL
+    for (int n = 0; n < 4 * kRows; ++n) {
+      const u32 x = a[n / 4].value[n % 4], y = b[n / 4].value[n % 4];
+      sums[n / 4] = fused(convert<float>(Element{u16(x)}), convert<float>(Element{u16(y)}), sums[n / 4]);
+      sums[n / 4] = fused(convert<float>(Element{u16(x >> 16)}), convert<float>(Element{u16(y >> 16)}), sums[n / 4]);
+    }
   }
-  return sum;
 }
 
-// The same for rows whose numbers are kRowsAtOnce apart.
-CF_DEVICE void parts_of_rows(float (&sums)[kRowUnit / kRowsAtOnce], const Params& p, const Item& item, i32 head, i32 row,
+// The same for any layout, in the same order.
+template <class Out>
+CF_DEVICE void parts_of_rows(float (&sums)[kRows], const Rows<const Element>& dout, const Rows<const Out>& out, i32 cols, i32 row,
                              i32 row_stop) {
+  CF_UNROLL
+  for (int n = 0; n < kRows; ++n) {
+    const i32 i = row + n * kRowsAtOnce;
+    CF_UNROLL_1
+    for (i32 col = i32(lane_index()) % kLanes * 8; i < row_stop && col < cols; col += 8 * kLanes) {
+      CF_UNROLL_1
+      for (i32 c = col; c < smaller(col + 8, cols); ++c) {
+        sums[n] = fused(convert<float>(*dout.at(i, c)), convert<float>(*out.at(i, c)), sums[n]);
+      }
+    }
+  }
+}
+
+CF_DEVICE void parts_of_deltas(float (&sums)[kRows], const Params& p, const Item& item, i32 head, i32 row, i32 row_stop) {
   const Rows<const Element> dout = rows_of<const Element>(p.call.dout, p.dout, item, head);
   const Rows<const Element> out = rows_of<const Element>(p.call.out, p.out, item, head);
-  const Rows<const float> out_f32 = rows_of<const float>(p.call.out, p.out, item, head);
-  const bool is_element = p.out_kind == KindOf<Element>::value, packed = is_element && dout.packed<8>() && out.packed<8>();
-  CF_UNROLL
-  for (int n = 0; n < kRowUnit / kRowsAtOnce; ++n) {
-    const i32 i = row + n * kRowsAtOnce;
-    if (i >= row_stop) continue;
-    sums[n] = is_element ? part_of_row(p, dout, out, packed, i) : part_of_row(p, dout, out_f32, false, i);
-  }
+  const bool is_element = p.out_kind == KindOf<Element>::value, packed = dout.packed<8>() && out.packed<8>() && p.head_dim_v % 8 == 0;
+  if (is_element && packed) return parts_of_packed_rows(sums, dout, out, p.head_dim_v, row, row_stop);
+  if (is_element) return parts_of_rows(sums, dout, out, p.head_dim_v, row, row_stop);
+  parts_of_rows(sums, dout, rows_of<const float>(p.call.out, p.out, item, head), p.head_dim_v, row, row_stop);
 }
 
 extern "C" __global__ void __launch_bounds__(kStatsThreads) cupyflash_row_stats(const Params p) {
@@ -60,11 +67,11 @@ extern "C" __global__ void __launch_bounds__(kStatsThreads) cupyflash_row_stats(
   const i32 own = i32(thread_index()) / kLanes, q_length = visibility_of(p, item).q_length;
   u32* counters = static_cast<u32*>(p.call.turns) + (block_index() == 0 ? 0 : kTickets + block_index() * (kRowUnit / kRowBlock));
   if (thread_index() < (block_index() == 0 ? kTickets : 0) + kRowUnit / kRowBlock) counters[thread_index()] = 0;
-  float sums[kRowUnit / kRowsAtOnce] = {};
-  if (p.call.delta == nullptr) parts_of_rows(sums, p, item, head, first + own, q_length);
+  float sums[kRows] = {};
+  if (p.call.delta == nullptr) parts_of_deltas(sums, p, item, head, first + own, q_length);
   float* stats = row_stats_of(p, item, head);
   CF_UNROLL
-  for (int n = 0; n < kRowUnit / kRowsAtOnce; ++n) {
+  for (int n = 0; n < kRows; ++n) {
     const i32 row = first + own + n * kRowsAtOnce;
     float delta = sums[n], lse_log2 = Limits<float>::infinity();
     CF_UNROLL

@@ -23,6 +23,9 @@ CF_UNANNOUNCED inline u32 own_index() { return self->index; }
 CF_DEVICE float shuffle_xor(float x, u32 mask, CF_HERE) {
   return emulate::shuffle_from(x, emulate::own_index() ^ mask, {"shuffle_xor", file, line});
 }
+CF_DEVICE u32 shuffle_xor(u32 x, u32 mask, CF_HERE) {
+  return emulate::shuffle_from(x, emulate::own_index() ^ mask, {"shuffle_xor", file, line});
+}
 CF_DEVICE double shuffle_xor(double x, u32 mask, CF_HERE) {
   return emulate::shuffle_from(x, emulate::own_index() ^ mask, {"shuffle_xor", file, line});
 }
