@@ -63,7 +63,7 @@ class _Backward:
         else:
             self._delta()
             self._keys_and_values()
-            self._queries()
+            self._queries({"q", "slopes"} & set(self.wrt))
         if "bias" in self.wrt:
             self._bias()
         for name in ("sinks", "slopes"):
@@ -160,12 +160,14 @@ class _Backward:
             axis < missing or (shape[axis - missing] == 1 < size) for axis, size in enumerate(self.sizes.lead)
         ]
 
-    def _queries(self) -> None:
-        if not {"q", "slopes"} & set(self.wrt):
+    def _queries(self, wanted: Collection[str]) -> None:
+        if not wanted:
             return
         config = config_of(self.family, "backward_q", self.cc, self.sizes)
-        record = self._record((*_SCORES, "dout", "dq"), owner="dq" if "q" in self.wrt else None)
-        self._add(config, config.geometry.blocks("backward_q", self.sizes, _own(record)), record)
+        owned = ["dq"] if "q" in wanted else []
+        record = self._record((*_SCORES, "dout", *owned), owner=owned[0] if owned else None)
+        grid = config.geometry.blocks("backward_q", self.sizes, _own(record))
+        self._add(config, grid, record, {"dq"}.difference(owned))
 
     def _bias(self) -> None:
         if not math.prod(self.layouts["dbias"].shape):
@@ -192,15 +194,19 @@ class _Backward:
             after = config_of(self.family, "sum_partials", self.cc, s)
             self._add(after, ceil(elements, after.threads), record)
 
-    def _rows_of(self, name: str, parts: int = 0) -> None:
+    def _rows_of(self, name: str) -> None:
         config = config_of(self.family, "sum_rows", self.cc, self.sizes)
-        record = self._record((*_LENGTHS, "sinks", "lse", f"d{name}"), owner=f"d{name}", splits=parts)
+        record = self._record((*_LENGTHS, "sinks", "lse", f"d{name}"), owner=f"d{name}")
         grid = _own(record) * (self.sizes.heads_q if record["own_heads"] else 1)
         self._add(config, grid, record, ["dslopes" if name == "sinks" else "dsinks"])
 
 
 class _HopperBackward(_Backward):
-    """The same on Hopper: one kernel owns keys and values, and hands the gradients of queries on as sums."""
+    """The same on Hopper: one kernel owns keys and values, and hands the gradients of queries on as sums.
+
+    Gradients of a bias and of slopes are left to kernels of sm80: slopes' do not bear weights that are rounded before
+    they are summed up.
+    """
 
     def recipe(self) -> Recipe:
         if self.sizes.rows == 0:
@@ -208,25 +214,24 @@ class _HopperBackward(_Backward):
         kernel = sm90_backward.kernel_for(self.sizes)
         config = config_of(self.family, kernel, self.cc, self.sizes)
         self._reserve_sums(config)
-        key_tiles = ceil(self.sizes.seqlen_k, config.geometry.block_kv)
-        if {"bias", "sinks"} & set(self.wrt):
+        if {"bias", "sinks", "slopes"} & set(self.wrt):
             self._reserve("row_delta", self.sizes.rows)
         if "slopes" in self.wrt:
-            self._reserve("slope_rows", self.sizes.batch * self.sizes.heads_q * max(1, key_tiles))
+            self._reserve("slope_rows", self.sizes.rows)
         self._row_stats(config)
         if "q" in self.wrt and not self.sizes.deterministic:
             self._clear_sums(config)
-        if {"q", "k", "v", "slopes"} & set(self.wrt):
+        if {"q", "k", "v"} & set(self.wrt):
             self._main(kernel, config)
         if "q" in self.wrt:
             self._finish_queries(config)
+        self.family = "sm80"
         if "bias" in self.wrt:
-            self.family = "sm80"
             self._bias()
-        if "sinks" in self.wrt:
-            self._rows_of("sinks")
-        if "slopes" in self.wrt:
-            self._rows_of("slopes", key_tiles)
+        self._queries({"slopes"} & set(self.wrt))
+        for name in ("sinks", "slopes"):
+            if name in self.wrt:
+                self._rows_of(name)
         return Recipe(tuple(self.launches), tuple(self.workspace), self.workspace_bytes)
 
     def _main(self, kernel: str, config: Any) -> None:

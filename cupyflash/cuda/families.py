@@ -40,8 +40,6 @@ class Family:
         For float32: what it computes, its default first.
     float64_on : tuple of int
         The compute capabilities on which it takes float64; empty is all that it runs on.
-    slope_gradients : bool
-        Whether its backward gives gradients of ALiBi slopes within the error bound.
     lead_axes : int
         How many leading axes that do not merge it takes in place.
     on_request : bool
@@ -58,7 +56,6 @@ class Family:
     most_head_dim: int
     precisions: tuple[str, ...]
     float64_on: tuple[int, ...] = ()
-    slope_gradients: bool = True
     lead_axes: int = LEAD_AXES
     on_request: bool = False
     least_queries: int = 0
@@ -89,8 +86,6 @@ class Family:
             return "takes no values of no columns"
         if self.arch_suffix and (reason := too_old_for_suffixes()):
             return reason
-        if backward and not self.slope_gradients and problem.alibi_slopes is not None:
-            return "rounds weights before it sums them up, which gradients of ALiBi slopes do not bear"
         if self.name == "sm90" and backward and problem.seqlen_k == 0:
             return "has no backward without keys"
         if problem.precision not in (None, *self.precisions):
@@ -107,7 +102,6 @@ FAMILIES = (
         dtypes=("float16", "bfloat16"),
         most_head_dim=256,
         precisions=(),
-        slope_gradients=False,
         lead_axes=2,
     ),
     Family(

@@ -27,10 +27,10 @@ LAUNCH_BYTES = _LAUNCH.size
 NOT_WANTED, IN_TURN, IN_ANY_ORDER = range(3)  # what a launch does about gradients of queries
 _SCALE, _RIGHT = NUMBERS.index("scale"), NUMBERS.index("right")
 _LOG2E = np.float32(1.4426950408889634)
-# Heads walked side by side under a causal mask: fewer blocks of one head then wait for one another, which gave 1 to
-# 10 % (head dim 128, 1024 to 16384 keys, H200, 2026-11-29). Without a mask it lost 4 to 23 %: misses of the cache.
-_MANY_HEADS = 64
 _HALF_OF_L2 = 32e6  # bytes: queries, their cotangents and sums of the heads that are walked side by side
+# The fewer blocks of a head run at once, the less they wait for one another, and the more often queries are fetched
+# again. Least and most heads side by side under a causal mask, and the least without one up to head dim 128.
+_CAUSAL_HEADS, _CAUSAL_PART, _LEAST_HEADS = (16, 64), 1.5, 4
 
 
 class Geometry(NamedTuple):
@@ -41,13 +41,13 @@ class Geometry(NamedTuple):
     block_kv: int
     stages: int  # of the pipelines of queries and of their cotangents
     rounded_weights: bool  # gradients of scores from weights that are rounded already: fewer registers
-    ping_pong: bool = False  # consumers start products in turns
+    shares: int = 1  # shares of dq that wait in shared memory to be added
     producer_registers: int = 24
     consumer_registers: int = 240
 
     def __str__(self) -> str:
         words = [f"d{self.head_dim}", f"q{self.block_q}", f"kv{self.block_kv}", f"s{self.stages}"]
-        return " ".join(words + ["rw"] * self.rounded_weights + ["pp"] * self.ping_pong)
+        return " ".join(words + ["rw"] * self.rounded_weights + [f"sh{self.shares}"] * (self.shares > 1))
 
     @property
     def head_dim_v(self) -> int:
@@ -68,7 +68,7 @@ class Geometry(NamedTuple):
             "kStages": self.stages,
             "kHeadDim": self.head_dim,
             "kRoundedWeights": self.rounded_weights,
-            "kPingPong": self.ping_pong,
+            "kShares": self.shares,
             "kProducerRegisters": self.producer_registers,
             "kConsumerRegisters": self.consumer_registers,
         }
@@ -92,9 +92,8 @@ class Geometry(NamedTuple):
         row = 128 * ceil(self.head_dim, 64)
         tiles = 2 * self.block_kv * row + 2 * self.stages * self.block_q * row
         gradients = self.block_kv * self.block_q * 2
-        if self.head_dim <= 128:
-            return ALIGNMENT_BYTES + tiles + 2 * gradients
-        return ALIGNMENT_BYTES + tiles + 4 * gradients + self.block_q * self.head_dim * 4
+        shares = self.shares * self.block_q * self.head_dim * 4
+        return ALIGNMENT_BYTES + tiles + (2 if self.head_dim <= 128 else 4) * gradients + shares
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
         """The row as it runs these head dims: TMA fills up with zeros."""
@@ -119,15 +118,15 @@ class Geometry(NamedTuple):
 
 # By kernel and options that a row is for: none, dropout alone, or any that shapes scores.
 PLAIN = {
-    "backward": (Geometry(64, 128, 128, 2, False), Geometry(128, 64, 128, 2, False)),
+    "backward": (Geometry(64, 128, 128, 2, False), Geometry(128, 64, 128, 2, False, shares=2)),
     "backward_wide": (Geometry(256, 64, 64, 1, True),),
 }
 DROPOUT = {
-    "backward": (Geometry(64, 128, 128, 2, True), Geometry(128, 64, 128, 2, False)),
+    "backward": (Geometry(64, 64, 128, 2, False), Geometry(128, 64, 128, 2, True, shares=2)),
     "backward_wide": PLAIN["backward_wide"],
 }
 SHAPED = {
-    "backward": (Geometry(64, 128, 128, 2, True), Geometry(128, 64, 128, 2, True)),
+    "backward": (Geometry(64, 64, 128, 2, True), Geometry(128, 64, 128, 2, True, shares=2)),
     "backward_wide": PLAIN["backward_wide"],
 }
 # (kernel, bytes of the score type, options) -> geometries.
@@ -150,7 +149,8 @@ class Extras:
     forms: tuple[Form | None, ...]  # of q, k, v and dout; None where there are none
     key_tiles: int
     heads: int
-    side_by_side: int
+    fitting: float  # heads of which half of the L2 cache holds what is read and written
+    least: int  # heads side by side
     group: int
     ticket: int
     queries: int
@@ -187,10 +187,12 @@ class Extras:
             forms.append(Form(dtype.name, lengths, strides, (64, box)) if fine else None)
         head_bytes = s.seqlen_q * g.head_dim * 8 * s.heads_q / s.heads_kv
         heads = owners * s.heads_kv
-        side_by_side = max(1, min(heads, int(_HALF_OF_L2 / max(1.0, head_bytes))))
+        fitting = _HALF_OF_L2 / max(1.0, head_bytes)
+        least = _LEAST_HEADS if g.head_dim <= 128 else 1
         group = s.heads_q // s.heads_kv
         key_tiles = ceil(s.seqlen_k, g.block_kv)
-        return cls(tuple(forms), key_tiles, heads, side_by_side, group, ticket, queries, any(s.options[:2]))
+        natural = any(s.options[:2])
+        return cls(tuple(forms), key_tiles, heads, fitting, least, group, ticket, queries, natural)
 
     def arguments(
         self, addresses: Sequence[int], numbers: Sequence[float], counter: int
@@ -203,15 +205,17 @@ class Extras:
         )
         scale = np.float32(numbers[_SCALE])
         unit = _LOG2E if self.natural else scale * _LOG2E
-        bounded = numbers[_RIGHT] < UNBOUNDED
-        side_by_side = min(self.heads, _MANY_HEADS) if bounded else self.side_by_side
+        side_by_side = max(self.least, int(self.fitting))
+        if numbers[_RIGHT] < UNBOUNDED:
+            least, most = _CAUSAL_HEADS
+            side_by_side = min(most, max(least, int(_CAUSAL_PART * self.fitting)))
         launch = _LAUNCH.pack(
             scale,
             unit,
             self.key_tiles * self.heads,
             self.key_tiles,
             self.heads,
-            side_by_side,
+            min(self.heads, side_by_side),
             self.group,
             self.ticket,
             self.queries,

@@ -32,6 +32,8 @@ CF_DEVICE u32 shared_tiles() {
 
 // What lies in memory is read again after this: the compiler keeps nothing of it in registers.
 CF_DEVICE void forget() { asm volatile("" ::: "memory"); }
+// Accesses of this thread before it come before those after it, for the block; ptxas keeps them apart, too.
+CF_DEVICE void fence_acq_rel_cta() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 
 // --- mbarriers: a phase ends when `count` threads have arrived and all expected bytes have landed
 CF_DEVICE void mbarrier_init(u64& bar, u32 count) {

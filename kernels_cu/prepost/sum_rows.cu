@@ -2,8 +2,7 @@
 //
 //   dsink  = sum over rows of exp(sink - lse) * (dlse - delta)      dslope = sum over rows of slope_rows
 //
-// slope_rows has a number for each row, or p.splits numbers a head (key tiles of the sm90 backward);
-// over the rows of every item and head that the argument was broadcast over. dsinks is meant where its address is given.
+// Over the rows of every item and head that the argument was broadcast over. dsinks is meant where its address is given.
 #include "attn/mask.cuh"
 #include "core/block.cuh"
 #include "core/warp.cuh"
@@ -22,10 +21,8 @@ CF_DEVICE Score part_of_head(const Params& p, const Item& item, i32 head) {
   const i64 first = row_number(p, item, head, 0);
   Score sum = Score(0);
   if (p.call.dsinks == nullptr) {
-    const i32 count = p.splits > 0 ? p.splits : stop;
-    const i64 at = p.splits > 0 ? (item.number * p.heads_q + head) * p.splits : first;
-    const Score* rows = static_cast<const Score*>(p.call.slope_rows) + at;
-    for (i32 row = thread_index(); row < count; row += kSumThreads) sum += rows[row];
+    const Score* rows = static_cast<const Score*>(p.call.slope_rows) + first;
+    for (i32 row = thread_index(); row < stop; row += kSumThreads) sum += rows[row];
     return sum;
   }
   const Score sink = sink_of(p, item, head);

@@ -1,6 +1,7 @@
 // What the consumers of both backward kernels have in common: who they are, and the walk over work, heads and tiles.
 #pragma once
 #include "core/warp.cuh"
+#include "sm90/backward_products.cuh"
 #include "sm90/backward_store.cuh"
 
 struct ConsumerBase {
@@ -11,10 +12,9 @@ struct ConsumerBase {
   u32 tiles;
   Ring<2> slot;
   Ring<kStages> ring;
-  i32 first_ragged = 0;                    // row from which tiles have rows past a length within the array
-  float slope_sum = 0.0f;
 
   CF_DEVICE const Work& work() const { return control.work[slot.stage()]; }
+  CF_DEVICE const QueryTile& place() const { return control.query_tiles[ring.number % 4]; }
   CF_DEVICE bool leader() const { return thread == 0; }
   CF_DEVICE void meet() const { bar_sync(1, 256); }
   CF_DEVICE void barrier_of_warpgroup() const { bar_sync(8 + number, 128); }
@@ -27,13 +27,14 @@ struct ConsumerBase {
       for (i32 panel = 0; panel < kPanels; ++panel) st_shared_128(tile + panel * kRows * 128 + n * 16, {0, 0, 0, 0});
     }
   }
-  CF_DEVICE void clear_queries(i32 row, u32 q_ready, u32 o_ready) const {
-    if (row < first_ragged) return;
-    const i32 live = work().sight.q_length - row;
-    mbarrier_try_wait_parity(q_ready, ring.parity());
-    mbarrier_try_wait_parity(o_ready, ring.parity());
-    clear_rows<kBlockQ>(tiles + kQAt + ring.stage() * kQueryBytes, live);
-    clear_rows<kBlockQ>(tiles + kOAt + ring.stage() * kQueryBytes, live);
+  // Of the tile at that place of the pipeline, whose queries are there.
+  CF_DEVICE void clear_queries(const Ring<kStages>& at) const {
+    const i32 live = work().sight.q_length - control.query_tiles[at.number % 4].tile * kBlockQ;
+    if (live >= kBlockQ || work().sight.q_length == p.seqlen_q) return;      // TMA's zeros need no help
+    mbarrier_try_wait_parity(barrier(control.q_ready, at.stage()), at.parity());
+    mbarrier_try_wait_parity(barrier(control.o_ready, at.stage()), at.parity());
+    clear_rows<kBlockQ>(tiles + kQAt + at.stage() * kQueryBytes, live);
+    clear_rows<kBlockQ>(tiles + kOAt + at.stage() * kQueryBytes, live);
     fence_proxy_async();
     meet();
   }
@@ -45,47 +46,47 @@ struct ConsumerBase {
     meet();
   }
 
-  // The block's part of the gradient of one slope.
-  CF_DEVICE void store_slopes(i32 head) {
+  // dA of the thread's keys, of which the first in the tile is that of number `key`, at `to`.
+  CF_DEVICE void store_gradients(const Operand& ds, u32 to, i32 key) const {
+    const i32 own = i32(opaque(thread)), lane = own % 32, row = key + own / 32 * 16 + lane % 16;
+    const u32 at = to + row * 128 + ((lane / 16) ^ (lane % 8)) * 16;
     CF_UNROLL
-    for (u32 mask = 16; mask > 0; mask /= 2) slope_sum += shuffle_xor(slope_sum, mask);
-    if (thread % 32 == 0) control.slope_parts[4 * number + thread / 32] = slope_sum;
-    meet();                                // all warps' parts are there
-    if (leader() && number == 0) {
-      float sum = 0.0f;
-      for (i32 warp = 0; warp < 4 * kConsumers; ++warp) sum += control.slope_parts[warp];
-      const i64 at = head_number(p, work().item, head) * launch.key_tiles + work().tile;
-      static_cast<float*>(p.call.slope_rows)[at] = sum;
+    for (int n = 0; n < kBlockQ / 16; ++n) {
+      stmatrix_x4((at ^ (n % 4 * 32)) + n / 4 * (kBlockKV * 128), ds[4 * n], ds[4 * n + 1], ds[4 * n + 2], ds[4 * n + 3]);
     }
-    meet();                                // they have been read
-    slope_sum = 0.0f;
+    fence_proxy_async();
   }
 
-  // Of every piece of work: steps.begin(), steps.query_tile(head, tile, first) and steps.end(); steps.store() where it closes.
+  // A share of gradients of queries goes to where the herald fetches it, half of it from each consumer.
+  CF_DEVICE void await_place(u32 share) const {
+    mbarrier_try_wait_parity(barrier(control.share_free, share % kShares), share / kShares % 2 ^ 1);
+  }
+  template <int kEntries> CF_DEVICE void give_share(const float (&dq)[kEntries], u32 share) const {
+    static_assert(kEntries * 4 * 256 == kShareBytes, "of 256 threads");
+    const u32 half = share % kShares * 2 + number, to = tiles + kShareAt + half * (kShareBytes / 2) + i32(opaque(thread)) * 16;
+    CF_UNROLL
+    for (int n = 0; n < kEntries / 4; ++n) st_shared_f32x4(to + n * 2048, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+    fence_proxy_async();
+    warp_barrier();
+    if (thread % 32 == 0) mbarrier_arrive(barrier(control.share_there, share));
+  }
+
+  // Of every piece of work: steps.begin(), steps.query_tile() and steps.end(); steps.store() where it closes.
   template <class Steps> CF_DEVICE void walk(Steps& steps) {
-    const bool slopes = kSoftcapOrAlibi && p.call.slope_rows != nullptr;
     steps.clear();
     CF_UNROLL_1
     while (true) {
       mbarrier_try_wait_parity(barrier(control.work_ready, slot.stage()), slot.parity());
       if (work().tile < 0) break;
-      const bool any = work().any();
-      const i32 q_length = uniform(work().sight.q_length);
-      first_ragged = q_length == p.seqlen_q ? q_length : q_length - kBlockQ + 1;      // TMA's zeros need no help
-      if (any) {
+      if (work().any()) {
         mbarrier_try_wait_parity(shared_address(&control.k_ready), work().before % 2);
         mbarrier_try_wait_parity(shared_address(&control.v_ready), work().before % 2);
         clear_keys(work().sight.kv_length - work().tile * kBlockKV);
         steps.begin();
       }
       CF_UNROLL_1
-      for (i32 n = 0; n < launch.group; ++n) {
-        const i32 head = uniform(work().head_kv) * launch.group + n, last = uniform(work().last);
-        CF_UNROLL_1
-        for (i32 tile = last; tile >= work().first; --tile) steps.query_tile(head, tile, n == 0 && tile == last);
-        if (slopes) store_slopes(head);
-      }
-      if (any) {
+      while (ring.number != work().end) steps.query_tile();
+      if (work().any()) {
         steps.end();
         if (leader()) mbarrier_arrive(shared_address(&control.kv_free));
       }

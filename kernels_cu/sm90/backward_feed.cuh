@@ -1,15 +1,17 @@
 // The threads that serve the consumers, and the barriers through which they all speak.
 //
-// The scheduler prepares work, the producer loads tiles. The usher waits, a tile ahead, until the blocks before have added their shares
-// of the gradient of a query tile; the consumers add; the herald tells the next block.
+// The scheduler prepares work, the producer loads tiles. The usher waits, a tile ahead, until the blocks before have added
+// their shares of the gradient of a query tile; the consumers leave theirs in shared memory; the herald adds it and tells
+// the next block. So the consumers wait for a free place alone, and who has fallen behind can catch up.
 #pragma once
 #include "sm90/backward_work.cuh"
 
 constexpr i32 kPanels = ceil_div(kHeadDim, 64);
 constexpr u32 kKeyBytes = kBlockKV * 128 * kPanels, kQueryBytes = kBlockQ * 128 * kPanels;
-// Places in shared memory; what comes after them differs from kernel to kernel.
+// Places in shared memory. Shares of gradients of queries come last; what lies before them differs from kernel to kernel.
 constexpr u32 kKAt = 0, kVAt = kKAt + kKeyBytes, kQAt = kVAt + kKeyBytes, kOAt = kQAt + kStages * kQueryBytes;
-constexpr u32 kFedBytes = kOAt + kStages * kQueryBytes;
+constexpr u32 kGradientAt = kOAt + kStages * kQueryBytes, kGradientBytes = kBlockKV * kBlockQ * 2;      // two of dA
+constexpr u32 kShareBytes = kBlockQ * kHeadDim * 4, kShareAt = kSharedBytes - 1024 - kShares * kShareBytes;
 
 // The block's turn to add its share of a query tile.
 struct Turn {
@@ -18,17 +20,19 @@ struct Turn {
   u32 number;            // shares before; the first is stored, not added
 };
 
+struct QueryTile { i32 head, tile; };
+
 // Ready barriers end a phase when what they are named after may be read, free barriers when all have read it.
 struct Control {
   u64 work_wanted, work_ready[2], work_free[2], k_ready, v_ready, kv_free;
   u64 q_ready[kStages], q_free[kStages], o_ready[kStages], o_free[kStages];
   u64 ds_ready[2], ds_free[2];
-  u64 turn_ready[2], turn_taken[2], share_there[2];
+  u64 turn_ready[2], turn_taken[2], share_there[2], share_free[2];
   alignas(16) float lse_log2[kStages][2 * kBlockQ];      // of a query tile; behind them delta - dlse
   float zeros[kBlockQ];
-  float slope_parts[4 * kConsumers];     // of the warps
   Ring<2> scheduled, produced, ushered, turns;      // here, because those who feed have few registers
   Turn turn[2];
+  QueryTile query_tiles[4];
   Work work[2];
 
   CF_DEVICE u32 lse_of(u32 stage) const { return shared_address(lse_log2[stage]); }
@@ -40,15 +44,15 @@ template <i32 kCount> CF_DEVICE u32 barrier(const u64 (&bars)[kCount], u32 numbe
   return shared_address(bars) + 8 * (number % kCount);
 }
 
-// queries: whether the usher is there. givers: threads that arrive when a share is there.
-CF_DEVICE void initialise(Control& control, bool queries, i32 givers) {
+// ushered: whether the usher is there.
+CF_DEVICE void initialise_barriers(Control& control, bool ushered) {
   mbarrier_init(control.work_wanted, 1);
   mbarrier_init(control.k_ready, 1), mbarrier_init(control.v_ready, 1), mbarrier_init(control.kv_free, kConsumers);
   for (i32 n = 0; n < 2; ++n) {
-    mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], kConsumers + 1 + queries);
+    mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], kConsumers + 1 + ushered);
     mbarrier_init(control.ds_ready[n], 4 * kConsumers), mbarrier_init(control.ds_free[n], kConsumers);
     mbarrier_init(control.turn_ready[n], 1), mbarrier_init(control.turn_taken[n], 1);
-    mbarrier_init(control.share_there[n], givers);
+    mbarrier_init(control.share_there[n], 4 * kConsumers), mbarrier_init(control.share_free[n], 1);
   }
   for (i32 n = 0; n < kStages; ++n) {
     mbarrier_init(control.q_ready[n], 1), mbarrier_init(control.q_free[n], kConsumers);
@@ -58,12 +62,19 @@ CF_DEVICE void initialise(Control& control, bool queries, i32 givers) {
   fence_mbarrier_init();
 }
 
+// By all threads of the block.
+CF_DEVICE void initialise(Control& control, const Launch& launch) {
+  if (thread_index() < kBlockQ) control.zeros[thread_index()] = 0.0f;
+  if (thread_index() == 0) initialise_barriers(control, launch.queries != kNotWanted);
+  block_barrier();                         // the barriers are there
+}
+
 // ---- scheduler: one thread. The producer wants work when it has loaded the last tiles, not sooner: who has been given
 // work that it cannot begin yet would keep others waiting for their turns.
 
 CF_DEVICE void schedule(const Params& p, const Launch& launch, Control& control) {
   Ring<2>& slot = control.scheduled;
-  control.work[1].closes = 1, control.work[1].before = 0, control.work[1].first = 0, control.work[1].last = -1;
+  control.work[1].closes = 1, control.work[1].before = control.work[1].end = 0, control.work[1].first = 0, control.work[1].last = -1;
   while (true) {
     Work &work = control.work[slot.stage()], &before = control.work[slot.stage() ^ 1];
     mbarrier_try_wait_parity(shared_address(&control.work_wanted), slot.number % 2);
@@ -74,7 +85,7 @@ CF_DEVICE void schedule(const Params& p, const Launch& launch, Control& control)
       work.tile = before.tile, work.head_kv = before.head_kv, work.own = before.own, work.loop = before.loop + 1;
     }
     forget();
-    if (work.tile >= 0) prepare(work, before, p);
+    if (work.tile >= 0) prepare(work, before, p, launch);
     mbarrier_arrive(barrier(control.work_ready, slot.stage()));                // the others may read it
     if (work.tile < 0) break;
     slot.advance();
@@ -109,6 +120,7 @@ struct Producer {
   }
   CF_DEVICE void load_q(i32 head, i32 tile) const {
     const u32 ready = barrier(control.q_ready, ring.stage());
+    control.query_tiles[ring.number % 4] = {head, tile};
     load<kBlockQ>(shared_tiles() + kQAt + ring.stage() * kQueryBytes, maps.q, barrier(control.q_free, ring.stage()),
                   ring.parity() ^ 1, ready, head, tile * kBlockQ, kBlockQ * 8);
     const float* stats = row_stats_of(p, work().item, head) + 2 * kBlockQ * tile;
@@ -183,7 +195,7 @@ CF_DEVICE void usher(const Params& p, const Launch& launch, Control& control) {
   mbarrier_arrive(barrier(control.turn_ready, ring.stage()));
 }
 
-// ---- herald: one thread
+// ---- herald: one thread. It adds the shares and tells the next block.
 
 CF_DEVICE void herald(const Launch& launch, Control& control) {
   Ring<2> ring;
@@ -193,7 +205,29 @@ CF_DEVICE void herald(const Launch& launch, Control& control) {
     if (turn.sums == nullptr) break;
     mbarrier_try_wait_parity(barrier(control.share_there, ring.stage()), ring.parity());
     mbarrier_arrive(barrier(control.turn_taken, ring.stage()));
-    if (launch.queries == kInTurn) st_release_gpu(turn.counter, turn.number + 1);
+    const u32 place = ring.number % kShares, from = shared_tiles() + kShareAt + place * kShareBytes;
+    fence_proxy_async_global();            // what the block before added comes first
+    if (turn.number == 0) cp_async_bulk_store(turn.sums, from, kShareBytes);
+    else cp_reduce_async_bulk_add_f32(turn.sums, from, kShareBytes);
+    cp_async_bulk_commit_group();
+    cp_async_bulk_wait_group_read();
+    mbarrier_arrive(barrier(control.share_free, place));
+    if (launch.queries == kInTurn) {
+      cp_async_bulk_wait_group();
+      fence_proxy_async_global();
+      st_release_gpu(turn.counter, turn.number + 1);
+    }
     ring.advance();
   }
+  cp_async_bulk_wait_group();
+}
+
+// ---- the warpgroup that serves
+
+CF_DEVICE void serve(const Params& p, const TensorMaps& maps, const Launch& launch, Control& control) {
+  setmaxnreg_dec<kProducerRegisters>();
+  if (thread_index() == 0) Producer{p, maps, launch, control}.produce();
+  if (thread_index() == 32) schedule(p, launch, control);
+  if (thread_index() == 64 && launch.queries != kNotWanted) usher(p, launch, control);
+  if (thread_index() == 96 && launch.queries != kNotWanted) herald(launch, control);
 }

@@ -25,7 +25,7 @@ struct RowNumbers {
   }
   CF_DEVICE float of(int n) const { return n % 2 == 0 ? x[n / 4] : y[n / 4]; }      // for entry n
 };
-constexpr bool kLoadEarly = kBlockQ == 64;            // row numbers, under the product that they wait for: registers allow it
+constexpr bool kLoadEarly = kBlockQ == 64 && !kSoftcapOrAlibi;      // row numbers, under a product: registers allow it
 
 // The matrix of scores that a thread's entries belong to, and the place of its entry 0.
 struct Place {
@@ -77,13 +77,16 @@ CF_DEVICE void add_bias(Scores& s, const Addends& a, const Place& at) {
   }
 }
 
-// scale, softcap, ALiBi, bias, mask, in this order; `derivative` (d(c) / d(a), rounded) is set where something caps.
+// scale, softcap, ALiBi, bias, mask, in this order; `derivative` is d(c) / d(a), rounded.
 CF_DEVICE void shape(Scores& s, Operand& derivative, float scale, const Place& at) {
   CF_UNROLL
   for (int n = 0; n < kScores; ++n) s[n] = times(s[n], scale);
   if constexpr (kSoftcapOrAlibi) {
     const ScoreTerms<float> terms = score_terms_of<float>(at.p, at.work.item, at.head);
-    if (terms.softcap > 0.0f) {
+    if (!(terms.softcap > 0.0f)) {
+      CF_UNROLL
+      for (int n = 0; n < kScores / 2; ++n) derivative[n] = cvt_rn_x2<Element>(1.0f, 1.0f);
+    } else {
       CF_UNROLL
       for (int n = 0; n < kScores; n += 2) {
         float first, second;
@@ -185,9 +188,13 @@ CF_DEVICE void sign_dropped(Scores& s, const Place& at, i32 lane) {
   }
 }
 
+// From the end, where weights are rounded late: ptxas then finds registers for all of them.
 CF_DEVICE void round_to(Operand& to, const Scores& from) {
   CF_UNROLL
-  for (int n = 0; n < kScores / 2; ++n) to[n] = cvt_rn_x2<Element>(from[2 * n], from[2 * n + 1]);
+  for (int n = 0; n < kScores / 2; ++n) {
+    const int k = kRoundedWeights ? n : kScores / 2 - 1 - n;
+    to[k] = cvt_rn_x2<Element>(from[2 * k], from[2 * k + 1]);
+  }
 }
 
 // Weights with a minus sign become 0.
@@ -203,15 +210,12 @@ CF_DEVICE void remove_dropped(Operand& weights) {
 // not seen by some query.
 template <class Weight>
 CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, const Operand& derivative, const Place& at, bool edge,
-                            RowNumbers& delta, u32 from, float& slope_sum, i32 thread) {
-  if (kMaskOrBias || edge) {                             // what stands there, NaN too, is never seen
+                            RowNumbers& delta, u32 from, i32 thread) {
+  if (!kPlainScores || edge) {                             // what stands there, NaN too, is never seen
     CF_UNROLL
     for (int n = 0; n < kScores; ++n) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
   }
   const float kept = kDropout ? dropout_scale<float>(at.p) : 1.0f;
-  const bool slopes = kSoftcapOrAlibi && at.p.call.slope_rows != nullptr;
-  const bool capped = kSoftcapOrAlibi && at.p.call.softcap > 0.0;
-  const float ahead = kSoftcapOrAlibi ? ahead_of(at) : 0.0f;
   CF_UNROLL
   for (int j = 0; j < kScores / 4; ++j) {
     if (!kLoadEarly) delta.load(from, j, thread);
@@ -221,12 +225,11 @@ CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, const Operan
       float gain = dp[n] - own_delta;
       if constexpr (kDropout) gain = weight(n) < 0.0f ? -own_delta : fused(dp[n], kept, -own_delta);
       dp[n] = kDropout ? absolute(weight(n)) * gain : weight(n) * gain;
-      if constexpr (kSoftcapOrAlibi) {
-        if (slopes) slope_sum = fused(-distance(ahead, n), dp[n], slope_sum);
-        if (capped) dp[n] *= entry_of(derivative, n);
-      }
+      if constexpr (kSoftcapOrAlibi) dp[n] *= entry_of(derivative, n);
     }
-    ds[2 * j] = cvt_rn_x2<Element>(dp[4 * j], dp[4 * j + 1]);
-    ds[2 * j + 1] = cvt_rn_x2<Element>(dp[4 * j + 2], dp[4 * j + 3]);
+    if constexpr (kRoundedWeights) {
+      ds[2 * j] = cvt_rn_x2<Element>(dp[4 * j], dp[4 * j + 1]);
+      ds[2 * j + 1] = cvt_rn_x2<Element>(dp[4 * j + 2], dp[4 * j + 3]);
+    }
   }
 }

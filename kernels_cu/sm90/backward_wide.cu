@@ -3,8 +3,7 @@
 // The mathematics of sm90/backward.cu; dk and dv of 64 keys fill the registers of a warpgroup each, so the gradients are
 // split and not the keys: the first consumer computes S^T and the weights and owns dv, the second dP^T and dA and owns dk.
 // Weights (and derivatives of a softcap) go from the first to the second through shared memory, rounded, dA goes to both;
-// each computes half of dq's columns. Shares of dq are 64 KB a tile at 64 keys, most of what the L2 cache can add, so they
-// leave through shared memory on their own, and the herald (sm90/backward_feed.cuh) hears of a share one tile later.
+// each computes half of dq's columns. Shares of dq are 64 KB a tile at 64 keys, most of what the L2 cache can add.
 //
 //   consumer A    S9 .weights.      dv9  dq9 | S8 .weights.      dv8  dq8 | ...
 //   consumer B    dP9          .dA. dk9  dq9 | dP8          .dA. dk8  dq8 | ...
@@ -13,10 +12,8 @@
 // Shared memory: K | V | Q | dO | dA x 2 | weights | derivatives | the share of dq; barriers and row numbers beside them.
 #include "sm90/backward_consumer.cuh"
 
-constexpr u32 kGradientBytes = kBlockKV * kBlockQ * 2, kShareBytes = kBlockQ * kHeadDim * 4;
-constexpr u32 kGradientAt = kFedBytes, kWeightsAt = kGradientAt + 2 * kGradientBytes;
-constexpr u32 kDerivativesAt = kWeightsAt + kGradientBytes, kShareAt = kDerivativesAt + kGradientBytes;
-static_assert(1024 + kShareAt + kShareBytes == kSharedBytes, "the launch gives what the kernel uses");
+constexpr u32 kWeightsAt = kGradientAt + 2 * kGradientBytes, kDerivativesAt = kWeightsAt + kGradientBytes;
+static_assert(kDerivativesAt + kGradientBytes == kShareAt && kShares == 1, "the launch gives what the kernel uses");
 static_assert(kBlockQ == 64 && kBlockKV == 64 && kStages == 1 && kThreads == 384, "one tile of each at a time");
 static_assert(kHeadDim % 128 == 0, "half of the columns are whole panels");
 
@@ -26,33 +23,8 @@ using Queries = float[kHeadDim / 4];
 
 template <bool kOwnsValues> struct Consumer : ConsumerBase {
   u64 rows, columns, columns_by_rows, gradients, keys_by_rows;      // descriptors; columns: of the queries or of dO
-  u32 own_words, gradient_row;             // where the thread stores weights, and its rows of dA
+  u32 own_words;                           // where the thread stores weights
   Output sum;                              // dv or dk
-
-  CF_DEVICE void start_scores(Scores& s) const {
-    wgmma_fence();
-    CF_UNROLL
-    for (int k = 0; k < kHeadDim / 16; ++k) {
-      const u32 at = (k / 4 * 64 * 128 + k % 4 * 32) >> 4;
-      if (k == 0) wgmma_scores_first(s, rows, columns); else wgmma_scores(s, rows + at, columns + at, 1);
-    }
-    wgmma_commit_group();
-  }
-  CF_DEVICE void start_gradient(const Operand& a, u64 b) {
-    wgmma_fence();
-    CF_UNROLL
-    for (int k = 0; k < kBlockQ / 16; ++k) wgmma_gradient(sum, a + 4 * k, b + u64(k * 2048 >> 4), 1);
-    wgmma_commit_group();
-  }
-  CF_DEVICE void start_queries(Queries& dq) const {
-    wgmma_fence();
-    CF_UNROLL
-    for (int k = 0; k < kBlockKV / 16; ++k) {
-      const u64 a = gradients + u64((ring.number % 2 * kGradientBytes + k * 2048) >> 4), b = keys_by_rows + u64(k * 2048 >> 4);
-      if (k == 0) wgmma_queries_first(dq, a, b); else wgmma_queries(dq, a, b, 1);
-    }
-    wgmma_commit_group();
-  }
 
   CF_DEVICE void give_words(u32 to, const Operand& words) const {
     CF_UNROLL
@@ -83,7 +55,7 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     if constexpr (kDropout) sign_dropped(s, at, thread % 32);
     round_to(weights, s);
     give_words(tiles + kWeightsAt, weights);
-    if (kSoftcapOrAlibi && p.call.softcap > 0.0) give_words(tiles + kDerivativesAt, derivative);
+    if constexpr (kSoftcapOrAlibi) give_words(tiles + kDerivativesAt, derivative);
     bar_arrive(kWeightsThere, 256);
     if constexpr (kDropout) remove_dropped(weights);
   }
@@ -96,63 +68,33 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     RowNumbers delta;
     delta.load(control.delta_of(0), thread);
     take_words(weights, tiles + kWeightsAt);
-    if (kSoftcapOrAlibi && p.call.softcap > 0.0) take_words(derivative, tiles + kDerivativesAt);
+    if constexpr (kSoftcapOrAlibi) take_words(derivative, tiles + kDerivativesAt);
     const auto weight = [&](int n) { return entry_of(weights, n); };
-    gradients_of(ds, dp, weight, derivative, at, edge, delta, control.delta_of(0), slope_sum, thread);
-    CF_UNROLL
-    for (int n = 0; n < kBlockQ / 16; ++n) {
-      stmatrix_x4((gradient_row ^ (n * 32)) + ring.number % 2 * kGradientBytes, ds[4 * n], ds[4 * n + 1], ds[4 * n + 2], ds[4 * n + 3]);
-    }
-    fence_proxy_async();
+    gradients_of(ds, dp, weight, derivative, at, edge, delta, control.delta_of(0), thread);
+    store_gradients(ds, tiles + kGradientAt + ring.number % 2 * kGradientBytes, 0);
   }
 
-  // One thread: the share of the tile before is there, and the herald may say so.
-  CF_DEVICE void finish_share() const {
-    cp_async_bulk_wait_group();
-    fence_proxy_async_global();
-    mbarrier_arrive(barrier(control.share_there, ring.number - 1));
-  }
-  CF_DEVICE void give_share(const Queries& dq, bool first) const {
-    const u32 staging = tiles + kShareAt + number * (kShareBytes / 2);
-    if (leader()) cp_async_bulk_wait_group_read();
-    barrier_of_warpgroup();                // the staging is free
-    CF_UNROLL
-    for (int j = 0; j < kHeadDim / 16; ++j) {
-      st_shared_f32x4(staging + j * 2048 + thread * 16, dq[4 * j], dq[4 * j + 1], dq[4 * j + 2], dq[4 * j + 3]);
-    }
-    fence_proxy_async();
-    barrier_of_warpgroup();                // the half share is staged
-    if (!leader()) return;
-    if (!first) finish_share();
-    const volatile Turn& turn = control.turn[ring.number % 2];
-    mbarrier_try_wait_parity(barrier(control.turn_ready, ring.number), ring.number / 2 % 2);
-    float* sums = turn.sums + number * (kShareBytes / 8);
-    if (turn.number == 0) cp_async_bulk_store(sums, staging, kShareBytes / 2);
-    else cp_reduce_async_bulk_add_f32(sums, staging, kShareBytes / 2);
-    cp_async_bulk_commit_group();
-  }
-
-  CF_DEVICE void query_tile(i32 head, i32 tile, bool first) {
+  CF_DEVICE void query_tile() {
     Scores s;
     Operand operand;                       // weights, or dA
     Queries dq;
-    const i32 row = tile * kBlockQ, key = work().tile * kBlockKV + thread / 32 * 16 + thread % 32 / 4;
-    const Place at{p, work(), head, row + thread % 4 * 2, key};
     const u32 q_ready = barrier(control.q_ready, 0), o_ready = barrier(control.o_ready, 0);
-    clear_queries(row, q_ready, o_ready);
     mbarrier_try_wait_parity(kOwnsValues ? q_ready : o_ready, ring.parity());
-    start_scores(s);
+    const i32 head = place().head, row = place().tile * kBlockQ, key = work().tile * kBlockKV + thread / 32 * 16 + thread % 32 / 4;
+    const Place at{p, work(), head, row + thread % 4 * 2, key};
+    clear_queries(ring);
+    start_scores(s, rows, columns);
     const bool edge = !work().whole[0].covers(row, smaller(row + kBlockQ, work().sight.q_length));
     if constexpr (kOwnsValues) weights_of(operand, s, at, edge); else take_weights(operand, s, at, edge);
     mbarrier_try_wait_parity(kOwnsValues ? o_ready : q_ready, ring.parity());
-    start_gradient(operand, columns_by_rows);
+    start_gradient(sum, operand, columns_by_rows);
     bar_sync(kGradientsThere, 256);        // dA is there; weights, lse and delta have been read
-    start_queries(dq);
+    start_queries(dq, gradients + ring.number % 2 * (kGradientBytes >> 4), keys_by_rows);
     if (leader()) mbarrier_arrive(kOwnsValues ? barrier(control.q_free, 0) : barrier(control.o_free, 0));
     wgmma_wait_group<1>();                 // dv or dk is there
     if (leader()) mbarrier_arrive(kOwnsValues ? barrier(control.o_free, 0) : barrier(control.q_free, 0));
     wgmma_wait_group<0>();
-    if (launch.queries != kNotWanted) give_share(dq, first);
+    if (launch.queries != kNotWanted) await_place(ring.number), give_share(dq, ring.number);
     ring.advance();
   }
 
@@ -161,9 +103,7 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     for (int n = 0; n < kHeadDim / 2; ++n) sum[n] = 0.0f;
   }
   CF_DEVICE void begin() {}
-  CF_DEVICE void end() const {
-    if (launch.queries != kNotWanted && leader()) finish_share();
-  }
+  CF_DEVICE void end() const {}
   CF_DEVICE void store() {
     const i32 own = i32(opaque(thread)), warp_row = own / 32 * 16, lane = own % 32;
     const u32 staging = tiles + kGradientAt + (kOwnsValues ? 0 : kGradientBytes) + warp_row * 128;      // over dA
@@ -177,7 +117,7 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
 
 template <bool kOwnsValues>
 CF_DEVICE void consume(const Params& p, const Launch& launch, Control& control, u32 tiles) {
-  const i32 number = kOwnsValues ? 0 : 1, thread = thread_index() % 128, lane = thread % 32;
+  const i32 number = kOwnsValues ? 0 : 1, thread = thread_index() % 128;
   Consumer<kOwnsValues> c{{p, launch, control, number, thread, tiles}};
   c.rows = descriptor(tiles + (kOwnsValues ? kKAt : kVAt), 16);
   c.columns = descriptor(tiles + (kOwnsValues ? kQAt : kOAt), 16);
@@ -185,7 +125,6 @@ CF_DEVICE void consume(const Params& p, const Launch& launch, Control& control, 
   c.gradients = descriptor(tiles + kGradientAt, kBlockKV * 128);
   c.keys_by_rows = descriptor(tiles + kKAt + number * (kPanels / 2) * kBlockKV * 128, kBlockKV * 128);
   c.own_words = thread * 16;
-  c.gradient_row = tiles + kGradientAt + (thread / 32 * 16 + lane % 16) * 128 + ((lane / 16) ^ (lane % 8)) * 16;
   c.walk(c);
 }
 
@@ -193,19 +132,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     cupyflash_backward_wide(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps,
                             const __grid_constant__ Launch launch) {
   Control& control = static_shared_storage<Control>();
-  const u32 tiles = shared_tiles();
-  if (thread_index() == 0) initialise(control, launch.queries != kNotWanted, kConsumers);
-  if (thread_index() < kBlockQ) control.zeros[thread_index()] = 0.0f;
-  block_barrier();                         // the barriers are there
-  if (warpgroup_index() == 0) {
-    setmaxnreg_dec<kProducerRegisters>();
-    if (thread_index() == 0) Producer{p, maps, launch, control}.produce();
-    if (thread_index() == 32) schedule(p, launch, control);
-    if (thread_index() == 64 && launch.queries != kNotWanted) usher(p, launch, control);
-    if (thread_index() == 96 && launch.queries != kNotWanted) herald(launch, control);
-  } else {
-    setmaxnreg_inc<kConsumerRegisters>();
-    if (warpgroup_index() == 1) consume<true>(p, launch, control, tiles);
-    else consume<false>(p, launch, control, tiles);
-  }
+  initialise(control, launch);
+  if (warpgroup_index() == 0) return serve(p, maps, launch, control);
+  setmaxnreg_inc<kConsumerRegisters>();
+  if (warpgroup_index() == 1) consume<true>(p, launch, control, shared_tiles());
+  else consume<false>(p, launch, control, shared_tiles());
 }

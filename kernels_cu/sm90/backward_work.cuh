@@ -38,6 +38,7 @@ struct Work {
   i32 closes;            // 1: it is the last
   i32 first, last;       // query tiles that see some of the keys; none if last < first
   u32 before;            // pieces of work before this one that had query tiles
+  u32 begin, end;        // numbers of its query tiles, of all heads, among those of the block
   Item item;
   Visibility sight;
   Interval whole[kConsumers];      // queries that see all keys of a consumer
@@ -53,7 +54,7 @@ CF_DEVICE void own(Work& work, const Params& p, const Launch& launch, u32 ticket
   work.loop = 0;
   work.tile = ticket < u32(launch.tiles) ? i32(rest / size) : -1;
   work.own = first + rest % size;
-  forget();
+  fence_acq_rel_cta();
   work.head_kv = i32(work.own % u32(p.heads_kv));
   work.own /= u32(p.heads_kv);
 }
@@ -74,36 +75,39 @@ CF_DEVICE void place(Item& item, const Params& p, u32 own, u32 loop) {
 }
 
 // Step by step through shared memory: the scheduler has few registers.
-CF_DEVICE void prepare(Work& work, const Work& before, const Params& p) {
+CF_DEVICE void prepare(Work& work, const Work& before, const Params& p, const Launch& launch) {
   Visibility& sight = work.sight;
   work.closes = work.loop + 1 == points(p.loop);
-  forget();
+  fence_acq_rel_cta();
   place(work.item, p, work.own, work.loop);
-  forget();
+  fence_acq_rel_cta();
   sight.q_length = q_length_of(p, work.item);
-  forget();
+  fence_acq_rel_cta();
   sight.kv_length = kv_length_of(p, work.item);
-  forget();
+  fence_acq_rel_cta();
   sight.offset = offset_of(p, work.item, sight.q_length, sight.kv_length);
   sight.left = p.call.left, sight.right = p.call.right;
-  forget();
+  fence_acq_rel_cta();
   const i32 col = work.tile * kBlockKV;
   work.first = sight.rows_of_some(col, col + kBlockKV).start;
-  forget();
+  fence_acq_rel_cta();
   work.last = sight.rows_of_some(col, col + kBlockKV).stop - 1;
-  forget();
+  fence_acq_rel_cta();
   const bool any = work.first <= work.last;
   work.first = any ? work.first / kBlockQ : 0;
   work.last = any ? work.last / kBlockQ : -1;
-  work.before = before.before + before.any();
   CF_UNROLL_1
   for (i32 n = 0; n < kBlockKV / kConsumerKeys; ++n) {
     const i32 from = work.tile * kBlockKV + n * kConsumerKeys;
-    forget();
+    fence_acq_rel_cta();
     work.whole[n].start = sight.rows_of_all(from, from + kConsumerKeys).start;
-    forget();
+    fence_acq_rel_cta();
     work.whole[n].stop = sight.rows_of_all(from, from + kConsumerKeys).stop;
   }
+  fence_acq_rel_cta();
+  work.before = before.before + before.any();
+  work.begin = before.end;
+  work.end = work.begin + u32(work.last + 1 - work.first) * launch.group;
 }
 
 // How many blocks add to a query tile before that of key tile n.
