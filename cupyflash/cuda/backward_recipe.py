@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from . import backward_rows, sm80, sm90_backward, sm90_wide_backward
+from . import backward_rows, sm80, sm80_wide, sm90_backward, sm90_wide_backward
 from .configs import Config, shared_limit, unordered
 from .params import ADDRESSES, Layout, build_record
 from .recipe import Launch, Layouts, Recipe, Sizes, config_of
@@ -54,12 +54,16 @@ class _Backward:
     def recipe(self) -> Recipe:
         if self.sizes.rows == 0:
             return Recipe(())
-        if {"bias", "sinks"} & set(self.wrt) or not self._in_one_kernel():
+        if {"bias", "sinks"} & set(self.wrt) or self.family != "sm80" or not self._in_one_kernel():
             self._reserve("row_delta", self.sizes.rows)
         if "slopes" in self.wrt:
             self._reserve("slope_rows", self.sizes.rows)
-        if self._in_one_kernel():
+        if self._in_one_kernel() and self.family == "sm80":
             self._all_three()
+        elif self._in_one_kernel():
+            self._reserve("turns", ceil(4 * (1 + self.sizes.rows), self.score_bytes))
+            self._delta()
+            self._all_in_turns()
         else:
             self._delta()
             self._keys_and_values()
@@ -93,8 +97,17 @@ class _Backward:
 
     def _delta(self) -> None:
         config = config_of(self.family, "delta", self.cc, self.sizes)
-        record = self._record((*_LENGTHS, "out", "dout", "dlse", "delta"))
+        record = self._record(
+            (*_LENGTHS, "out", "dout", "dlse", "delta", *(["dq"] if "q" in self.wrt else ()))
+        )
         self._add(config, ceil(self.sizes.rows, config.threads // 32), record)
+
+    def _all_in_turns(self) -> None:
+        """All three from one kernel, dq summed in place: in turns, or (splits 0) as blocks come."""
+        config = config_of(self.family, "backward", self.cc, self.sizes)
+        turns = sm80_wide.heads_in_turns(self.sizes.heads_kv) if self.sizes.deterministic else 0
+        record = self._record((*_SCORES, "dout", "dq", "dk", "dv"), owner="dk", splits=turns)
+        self._add(config, config.geometry.blocks("backward", self.sizes, _own(record)), record)
 
     def _owners(self) -> list[list[str]]:
         """The gradients of keys and values that one launch can own, launch by launch."""
@@ -112,13 +125,15 @@ class _Backward:
     def _in_one_kernel(self) -> bool:
         """Whether dq, dk and dv come from one kernel."""
         s = self.sizes
-        if (
-            self.family != "sm80"
-            or "slopes" in self.wrt
-            or not sm80.in_one_kernel(max(s.head_dim, s.head_dim_v), s.options, shared_limit(self.cc))
-        ):
+        if "slopes" in self.wrt or not {"q", "k", "v"} <= set(self.wrt) or len(self._owners()) != 1:
             return False
-        return {"q", "k", "v"} <= set(self.wrt) and len(self._owners()) == 1
+        if self.family == "sm80_wide":
+            return not any(self._broadcast_axes("q")) and sm80_wide.in_one_kernel(
+                max(s.head_dim, s.head_dim_v), self.score_bytes, s.options, shared_limit(self.cc)
+            )
+        return self.family == "sm80" and sm80.in_one_kernel(
+            max(s.head_dim, s.head_dim_v), s.options, shared_limit(self.cc)
+        )
 
     def _all_three(self) -> None:
         s, config = self.sizes, config_of(self.family, "backward", self.cc, self.sizes)

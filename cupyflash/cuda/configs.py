@@ -233,6 +233,11 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
                 one_kernel = family.name == "sm80" and kernel == "backward"
                 if one_kernel and not sm80.in_one_kernel(max(dims), options, shared_limit(one)):
                     continue
+                wide = family.name == "sm80_wide" and kernel == "backward"
+                if wide and not sm80_wide.in_one_kernel(
+                    max(dims), 8 if dtype == "float64" else 4, options, shared_limit(one)
+                ):
+                    continue
                 config = choose(family.name, kernel, dtype, *dims, options, one)
                 precisions = family.precisions if dtype == "float32" else ()
                 forms = [choose(family.name, kernel, dtype, *dims, options, one, x) for x in precisions]

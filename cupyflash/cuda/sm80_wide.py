@@ -54,7 +54,7 @@ class Geometry(NamedTuple):
         elif kernel == "backward_q":
             elements = (q + 2 * kv) * (d + e) + 2 * q
         else:
-            elements = (kv + 2 * q) * (d + e) + 2 * kv * q + 4 * q
+            elements = (kv + 2 * q) * (d + e) + kv * q * (3 if kernel == "backward" else 1) + 4 * q
         return score_bytes * elements + WORK_BYTES + ALIGNMENT_BYTES
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
@@ -70,14 +70,14 @@ class Geometry(NamedTuple):
 
     def blocks(self, kernel: str, sizes: Sizes, owners: int) -> int:
         """Blocks of a launch whose owners (batch items, or points that gradients keep) number as many."""
-        if kernel == "backward_kv":
+        if kernel in BY_KEYS:
             return owners * sizes.heads_kv * ceil(sizes.seqlen_k, self.block_kv)
         return owners * sizes.heads_q * ceil(sizes.seqlen_q, self.block_q)
 
     def broken_rules(self, kernel: str, score_bytes: int) -> list[str]:
         """What of the kernels' assumptions does not hold."""
         warps = self.threads // 32
-        on_keys = kernel == "backward_kv"
+        on_keys = kernel in BY_KEYS
         rows, parts = (self.block_kv, warps // 2) if on_keys else (self.block_q, warps)
         stepped, name = (self.block_q, "block_q") if on_keys else (self.block_kv, "block_kv")
         rules = {
@@ -96,6 +96,7 @@ class Geometry(NamedTuple):
 
 
 SMALL_HEAD_DIM = 64
+BY_KEYS = ("backward", "backward_kv")  # whose blocks own keys
 
 
 def _padded(head_dim: int, unit: int) -> int:
@@ -106,21 +107,46 @@ def _row(threads: int, occupancy: int, block_q: int, block_kv: int, bucket: int)
     return Geometry(threads, occupancy, block_q, block_kv, bucket, bucket)
 
 
-# By kernel, bytes of the score type and options that a row is for (none; any): the best first within a bucket of head
-# dims. What no row holds (much shared memory on small GPUs, options that take too many registers) is left to simt.
-PLAIN, ANY = "plain", "any"
+# By kernel, bytes of the score type and options that a row is for (none; no softcap or ALiBi; any): the best first
+# within a bucket of head dims. What no row holds (much shared memory on small GPUs, options that take too many
+# registers) is left to simt. Rows for the same head dims give the same bits whatever the options, but for the forward
+# of float64 with more than 64 columns, where options take half the keys at once.
+PLAIN, UNSHAPED, ANY = "plain", "unshaped", "any"
 _ROWS = {
-    ("forward", 4, PLAIN): (_row(128, 2, 64, 64, 64), _row(128, 2, 64, 32, 128)),
-    ("forward", 4, ANY): (_row(128, 2, 64, 32, 64), _row(128, 2, 64, 16, 128)),
+    ("forward", 4, PLAIN): tuple(_row(128, 2, 64, 32, bucket) for bucket in (32, 64, 128)),
+    ("backward", 4, PLAIN): (
+        _row(256, 2, 64, 64, 32),
+        _row(256, 1, 64, 64, 64),
+        _row(256, 1, 32, 64, 64),
+        _row(256, 1, 32, 64, 128),
+    ),
+    ("backward", 4, ANY): (
+        _row(256, 1, 32, 64, 32),
+        _row(256, 1, 32, 64, 64),
+        _row(256, 1, 16, 64, 128),
+    ),
+    ("backward", 8, UNSHAPED): (
+        _row(256, 1, 32, 64, 32),
+        _row(256, 1, 32, 64, 64),
+        _row(256, 1, 16, 64, 64),
+        _row(256, 1, 16, 64, 128),
+    ),
+    ("backward", 8, ANY): (
+        _row(256, 1, 32, 64, 32),
+        _row(256, 1, 32, 64, 64),
+        _row(256, 1, 16, 64, 64),
+    ),
     ("backward_q", 4, PLAIN): (_row(128, 2, 64, 32, 64), _row(128, 2, 64, 16, 128)),
-    ("backward_kv", 4, PLAIN): (_row(128, 2, 16, 64, 64), _row(256, 1, 16, 64, 128)),
+    ("backward_kv", 4, PLAIN): (_row(128, 2, 16, 64, 64), _row(256, 1, 32, 64, 128)),
     ("backward_kv", 4, ANY): (_row(128, 2, 32, 32, 64), _row(256, 1, 16, 64, 128)),
     ("forward", 8, PLAIN): (
+        _row(128, 2, 64, 32, 32),
         _row(128, 2, 64, 32, 64),
         _row(256, 1, 128, 32, 128),
         _row(128, 1, 64, 16, 128),
     ),
     ("forward", 8, ANY): (
+        _row(128, 2, 64, 32, 32),
         _row(128, 2, 64, 32, 64),
         _row(256, 1, 128, 16, 128),
         _row(128, 1, 64, 16, 128),
@@ -138,13 +164,32 @@ _ROWS = {
         _row(128, 1, 16, 32, 128),
     ),
 }
-KERNELS = ("forward", "backward_q", "backward_kv")
+
+
+def in_one_kernel(head_dim: int, score_bytes: int, options: tuple[bool, ...], shared_limit: int) -> bool:
+    """Whether dq, dk and dv may come from one kernel in so much shared memory of a block."""
+    return any(
+        row.head_dim >= head_dim and row.shared_bytes("backward", score_bytes) <= shared_limit
+        for row in TABLE["backward", score_bytes, options]
+    )
+
+
+MOST_HEADS_IN_TURNS = 32  # of the one-kernel backward: more would share the L2 cache with too many
+
+
+def heads_in_turns(heads_kv: int) -> int:
+    """How many heads of keys the blocks of the one-kernel backward start on in turns: a divisor of all."""
+    return max(n for n in range(1, min(heads_kv, MOST_HEADS_IN_TURNS) + 1) if heads_kv % n == 0)
+
+
+KERNELS = ("forward", "backward", "backward_q", "backward_kv")
 
 
 def _rows(kernel: str, score_bytes: int, options: tuple[bool, ...]) -> tuple[Geometry, ...]:
     """The rows of a kernel with these options."""
-    group = ANY if any(options) else PLAIN
-    return _ROWS.get((kernel, score_bytes, group)) or _ROWS[kernel, score_bytes, PLAIN]
+    groups = [UNSHAPED, ANY, PLAIN] if not options[1] else [ANY, PLAIN]
+    groups = groups if any(options) else [PLAIN, UNSHAPED]
+    return next(rows for group in groups if (rows := _ROWS.get((kernel, score_bytes, group))))
 
 
 # (kernel, bytes of the score type, options) -> geometries

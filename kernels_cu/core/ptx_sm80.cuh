@@ -142,6 +142,7 @@ CF_DEVICE void barrier_sync_aligned(i32 id, i32 threads) {
 
 // red.global.add: *p += x, in no particular order with other threads.
 CF_DEVICE void red_add(float* p, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory"); }
+CF_DEVICE void red_add(double* p, double x) { asm volatile("red.global.add.f64 [%0], %1;" ::"l"(p), "d"(x) : "memory"); }
 // The same for four neighbours, 16-byte aligned.
 CF_DEVICE void red_add_x4(float* p, float x0, float x1, float x2, float x3) {
 #if __CUDA_ARCH__ >= 900

@@ -1,7 +1,7 @@
 // Before the backward: row_delta = sum over columns of dout * out, or the caller's delta, minus dlse; one warp a row.
 //
 // With it, dS = P * (r * dP - row_delta) covers the gradient through lse as well. Rows at or past q_length are not read
-// and give 0.
+// and give 0. For a backward that adds to dq in turns, dq and the turns' counters become zeros.
 #include "attn/mask.cuh"
 #include "core/block.cuh"
 #include "core/warp.cuh"
@@ -33,4 +33,11 @@ extern "C" __global__ void __launch_bounds__(kDeltaThreads) cupyflash_delta(cons
     if (p.call.dlse != nullptr) delta -= *rows_of<const Score>(p.call.dlse, p.dlse, item, head).at(row, 0);
   }
   if (lane_index() == 0) static_cast<Score*>(p.call.row_delta)[number] = delta;
+  if (p.call.turns == nullptr) return;
+  u32* turns = static_cast<u32*>(p.call.turns);
+  if (lane_index() == 0) turns[1 + number] = 0;
+  if (number == 0 && lane_index() == 0) turns[0] = 0;
+  if (p.accumulate) return;
+  const Rows<Element> dq = rows_of<Element>(p.call.dq, p.dq, item, head);
+  for (i32 col = lane_index(); col < p.head_dim; col += 32) *dq.at(row, col) = convert<Element>(Score(0));
 }

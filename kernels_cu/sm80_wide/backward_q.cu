@@ -81,9 +81,7 @@ struct Backward {
   CF_DEVICE void step(i32 tile) {
     const i32 col = tile * kBlockKV;
     TileAddends<kR, kC> addends;
-    if constexpr (kMaskOrBias) {
-      if (!addends.template load<false>(work.addends, work.sight.q_length, work.sight.kv_length, row(), col)) return;
-    }
+    if (kMaskOrBias && !addends.template load<false>(work, row(), col)) return;
     Scores s, derivative, dp;
     multiply_by_transposed(s, shared + tile_row() * TileQ::kRowBytes, k_tile(tile), read_k);
     scale_scores<false>(s, derivative, work, row(), col);
@@ -154,7 +152,7 @@ struct Backward {
 
   CF_DEVICE void finish(const Item& item) {
     if (p.call.dq == nullptr) return;
-    multiply_by(dq, Score(p.call.scale));
+    finish_by(dq, Score(p.call.scale));
     store_tile(dq, target_of(p.call.dq, p.dq, item, work.head, p.seqlen_q, p.head_dim, p.accumulate != 0), row());
   }
 };

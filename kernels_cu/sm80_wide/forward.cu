@@ -10,7 +10,7 @@
 // Shared memory: Q, three places, the block's work.
 //
 // float32 on an H200 (2026-11-29, 4096 keys, full, TFLOP/s at head dim 128 / 64; PyTorch's efficient backend 45 / 35):
-//   16 queries a warp, tiles of 32 keys                                        53 / 52
+//   16 queries a warp, tiles of 32 keys (these, with every option)             53 / 52
 //   32 queries a warp                                                          58 / 57, but spills
 //   32 queries a warp, tiles of 64 keys                                         - / 59, but spills
 //   32 queries a warp, K and V parted into big and small in shared memory      56 / 54: twice the reads cost more than
@@ -64,13 +64,13 @@ struct Forward {
 
   // Scores of the tile at `col`, whose keys lie at `keys_at`. False: a mask or a bias forbids all.
   CF_DEVICE bool make_scores(Scores& s, i32 col, u32 keys_at) const {
+    constexpr bool kAhead = kMaskOrBias && kHeadDimV <= 64;      // where addends have registers while they come
     TileAddends<kR, kC> addends;
-    if constexpr (kMaskOrBias) {
-      if (!addends.template load<false>(work.addends, work.sight.q_length, work.sight.kv_length, row(), col)) return false;
-    }
+    if (kAhead && !addends.template load<false>(work, row(), col)) return false;
     Scores unused;
     multiply_by_transposed(s, queries, keys_at, read);
     scale_scores<false>(s, unused, work, row(), col);
+    if (kMaskOrBias && !kAhead && !addends.template load<false>(work, row(), col)) return false;
     if constexpr (kMaskOrBias) addends.add_to(s);
     if (!work.all[warp_index()].covers(col, col + kBlockKV)) select<false>(s, work, row(), col, -Limits<Score>::infinity());
     return true;
@@ -111,7 +111,7 @@ struct Forward {
       Score factor, lse;
       softmax.finish(u, sink, factor, lse);
       CF_UNROLL
-      for (int w = 0; w < kO; ++w) out[u][w] = live ? out[u][w] * factor * kept : Score(0);
+      for (int w = 0; w < kO; ++w) out[u][w] = live ? finished(out[u][w], factor * kept) : Score(0);
       if (p.call.lse != nullptr && i < p.seqlen_q && lane_in_group() == 0) *lses.at(i, 0) = live ? lse : none;
     }
     store_tile(out, target_of(p.call.out, p.out, item, head, p.seqlen_q, p.head_dim_v, false), row());

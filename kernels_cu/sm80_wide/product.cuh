@@ -35,7 +35,7 @@ template <int kCount> struct Factor<float, kCount> {
       big[n] = rounded & 0xffffe000u;
       small[n] = bits_of(x - float_of(big[n]));
     } else {
-      big[n] = rounded;      // the tensor core cuts it
+      big[n] = x == x ? rounded : bits_of(x);      // the tensor core cuts it
     }
   }
 };
@@ -128,11 +128,16 @@ CF_DEVICE void ld_shared_pair(double& x, double& y, u32 address) {
 CF_DEVICE bool has_sign(float x) { return bits_of(x) >> 31 != 0; }
 CF_DEVICE bool has_sign(double x) { return high_word(x) >> 31 != 0; }
 
-template <int kRows, int kCols> CF_DEVICE void multiply_by(Element (&acc)[kRows][kCols], Element factor) {
+// A finished sum times a factor. Tensor cores cut sums of floats toward zero, by about a unit in the last place: half of it
+// is given back, which leaves sums that were exact as they are.
+CF_DEVICE float finished(float sum, float factor) { return fused(sum, factor, sum * (factor * 0x1p-25f)); }
+CF_DEVICE double finished(double sum, double factor) { return sum * factor; }
+
+template <int kRows, int kCols> CF_DEVICE void finish_by(Element (&acc)[kRows][kCols], Element factor) {
   CF_UNROLL
   for (int u = 0; u < kRows; ++u) {
     CF_UNROLL
-    for (int w = 0; w < kCols; ++w) acc[u][w] *= factor;
+    for (int w = 0; w < kCols; ++w) acc[u][w] = finished(acc[u][w], factor);
   }
 }
 
@@ -201,9 +206,14 @@ template <class T, int kT> CF_DEVICE void read_left(Left (&left)[kT], const Colu
   }
 }
 
-// acc = a b^T in plain sums, element by element.
-template <class T, int kR, int kC> CF_DEVICE void multiply_plainly(Element (&acc)[kR][kC], u32 a, u32 b) {
-  clear(acc);
+// Entries of a b^T that are not finite, once more in plain sums: infinity has no small part, infinity - infinity is NaN.
+template <class T, int kR, int kC> CF_DEVICE void repair(Element (&acc)[kR][kC], u32 a, u32 b) {
+  static_assert(kR * kC <= 32, "a bit each");
+  u32 broken = 0;
+  CF_UNROLL
+  for (int n = 0; n < kR * kC; ++n) broken |= u32(!(absolute(acc[n / kC][n % kC]) < Limits<float>::infinity())) << n;
+  CF_UNROLL
+  for (int n = 0; n < kR * kC; ++n) acc[n / kC][n % kC] = broken >> n & 1u ? Element(0) : acc[n / kC][n % kC];
   CF_UNROLL_1
   for (i32 k = 0; k < T::kColCount; ++k) {
     float row[kR];
@@ -213,7 +223,7 @@ template <class T, int kR, int kC> CF_DEVICE void multiply_plainly(Element (&acc
     for (int w = 0; w < kC; ++w) {
       const float col = ColumnReader<T>::element(b, score_col(w), k);
       CF_UNROLL
-      for (int u = 0; u < kR; ++u) acc[u][w] = fused(row[u], col, acc[u][w]);
+      for (int u = 0; u < kR; ++u) acc[u][w] = broken >> (u * kC + w) & 1u ? fused(row[u], col, acc[u][w]) : acc[u][w];
     }
   }
 }
@@ -248,25 +258,41 @@ CF_DEVICE void multiply_by_transposed(Element (&acc)[kR][kC], u32 a, u32 b, cons
       }
     }
   }
-  if constexpr (!kRoundedSums) {      // an overflow is infinite in one part and NaN in the sum
+  if constexpr (!kRoundedSums) {
     float probe = 0.0f;
     CF_UNROLL
     for (int u = 0; u < kR; ++u) {
       CF_UNROLL
       for (int w = 0; w < kC; ++w) probe = fused(acc[u][w], 0.0f, probe);
     }
-    if (vote_any(probe != probe)) multiply_plainly<T>(acc, a, b);
+    if (vote_any(probe != probe)) repair<T>(acc, a, b);
   }
 }
 
-// acc = acc * rescale + weights b: 4 kC rows at address b, a multiple of 8 rows into its tile.
-template <class T, int kR, int kC, int kO>
+// Rows of acc times factors, which mostly are 1.
+template <int kR, int kO> CF_DEVICE void multiply_rows(Element (&acc)[kR][kO], const Element (&factors)[kR]) {
+  bool any = false;
+  CF_UNROLL
+  for (int u = 0; u < kR; ++u) any = any || factors[u] != Element(1);
+  if (!vote_any(any)) return;
+  CF_UNROLL
+  for (int u = 0; u < kR; ++u) {
+    CF_UNROLL
+    for (int w = 0; w < kO; ++w) acc[u][w] *= factors[u];
+  }
+}
+
+// acc = acc * rescale + weights b: 4 kC rows at address b, a multiple of 8 rows into its tile; from the last step of 16 rows
+// to the first if kFromLast.
+template <bool kFromLast = false, class T, int kR, int kC, int kO>
 CF_DEVICE void multiply(Element (&acc)[kR][kO], const Element (&rescale)[kR], const Element (&weights)[kR][kC], u32 b,
                         const RowReader<T>& read) {
   constexpr int kT = kR / 2, kN = smaller(kChains / kT, kChunk);
   static_assert(T::kColCount <= 4 * kO && kChunk % kN == 0, "acc is wide enough");
+  if constexpr (kRoundedSums) multiply_rows(acc, rescale);
   CF_UNROLL
-  for (int k = 0; k < kC / 4; ++k) {
+  for (int step = 0; step < kC / 4; ++step) {
+    const int k = kFromLast ? kC / 4 - 1 - step : step;
     Left left[kT];
     CF_UNROLL
     for (int u = 0; u < kR; ++u) {
@@ -286,8 +312,7 @@ CF_DEVICE void multiply(Element (&acc)[kR][kO], const Element (&rescale)[kR], co
         CF_UNROLL
         for (int n = 0; n < kN * kT * 4; ++n) {
           const int t = n / 4 % kT, w = 2 * (line * kChunk + first + n / 4 / kT), u = 2 * t + n % 4 / 2;
-          const Element before = k == 0 ? acc[u][w + n % 2] * rescale[u] : acc[u][w + n % 2];
-          sums[n / 4 / kT][t][n % 4] = kRoundedSums ? before : Element(0);
+          sums[n / 4 / kT][t][n % 4] = kRoundedSums ? acc[u][w + n % 2] : Element(0);
         }
         multiply_step(sums, left, some);
         CF_UNROLL
@@ -295,7 +320,7 @@ CF_DEVICE void multiply(Element (&acc)[kR][kO], const Element (&rescale)[kR], co
           const int t = n / 4 % kT, w = 2 * (line * kChunk + first + n / 4 / kT), u = 2 * t + n % 4 / 2;
           const Element sum = sums[n / 4 / kT][t][n % 4];
           Element& to = acc[u][w + n % 2];
-          to = kRoundedSums ? sum : k == 0 ? fused(to, rescale[u], sum) : to + sum;
+          to = kRoundedSums ? sum : step == 0 ? fused(to, rescale[u], sum) : to + sum;
         }
       }
     }
@@ -303,10 +328,39 @@ CF_DEVICE void multiply(Element (&acc)[kR][kO], const Element (&rescale)[kR], co
 }
 
 // acc += weights b.
-template <class T, int kR, int kC, int kO>
+template <bool kFromLast = false, class T, int kR, int kC, int kO>
 CF_DEVICE void multiply(Element (&acc)[kR][kO], const Element (&weights)[kR][kC], u32 b, const RowReader<T>& read) {
   Element one[kR];
   CF_UNROLL
   for (int u = 0; u < kR; ++u) one[u] = Element(1);
-  multiply(acc, one, weights, b, read);
+  multiply<kFromLast>(acc, one, weights, b, read);
 }
+
+// acc = a b over 16 kSteps places: sixteen rows at address a, whose columns are in the order of the lanes, times a line of
+// the columns of b.
+template <int kSteps, class TA, class TB>
+CF_DEVICE void multiply_line(Element (&acc)[2][2 * kChunk], u32 a, const ColumnReader<TA>& read_a, u32 b, i32 line,
+                             const RowReader<TB>& read_b) {
+  clear(acc);
+  CF_UNROLL_2
+  for (int k = 0; k < kSteps; ++k) {
+    Left left[1];
+    Right right[kChunk];
+    read_left(left, read_a, a, k);
+    read_b.read(right, b, k, line);
+    Element sums[kChunk][1][4];
+    CF_UNROLL
+    for (int n = 0; n < kChunk * 4; ++n) {
+      sums[n / 4][0][n % 4] = kRoundedSums ? acc[n % 4 / 2][n / 4 * 2 + n % 2] : Element(0);
+    }
+    multiply_step(sums, left, right);
+    CF_UNROLL
+    for (int n = 0; n < kChunk * 4; ++n) {
+      Element& to = acc[n % 4 / 2][n / 4 * 2 + n % 2];
+      to = kRoundedSums ? sums[n / 4][0][n % 4] : to + sums[n / 4][0][n % 4];
+    }
+  }
+}
+
+CF_DEVICE void red_add_chunk(float* to, const float (&x)[4]) { red_add_x4(to, x[0], x[1], x[2], x[3]); }
+CF_DEVICE void red_add_chunk(double* to, const double (&x)[2]) { red_add(to, x[0]), red_add(to + 1, x[1]); }

@@ -110,8 +110,8 @@ CF_DEVICE void select(Score (&s)[kRows][kCols], const Work& work, i32 row, i32 c
 template <int kRows, int kCols> struct TileAddends {
   Score value[kRows][kCols];
 
-  template <class Bias, bool kTurned>
-  CF_DEVICE void load_as(const Addends& from, i32 rows, i32 cols, i32 row, i32 col) {
+  template <class Bias, bool kTurned> CF_DEVICE void load_as(const Work& work, i32 row, i32 col) {
+    const Addends& from = work.addends;
     const Bias* bias = static_cast<const Bias*>(from.bias) + from.bias_first;
     CF_UNROLL
     for (int u = 0; u < kRows; ++u) {
@@ -119,7 +119,7 @@ template <int kRows, int kCols> struct TileAddends {
       for (int w = 0; w < kCols; ++w) {
         const i32 own_row = row + fragment_row(u), own_col = col + score_col(w);
         const i32 i = kTurned ? own_col : own_row, j = kTurned ? own_row : own_col;
-        const bool inside = i < rows && j < cols;
+        const bool inside = i < work.sight.q_length && j < work.sight.kv_length;
         Score addend = Score(0);
         if (inside && from.bias != nullptr) addend = convert<Score>(bias[i * from.bias_row + j * from.bias_col]);
         const bool allowed = !inside || from.mask == nullptr || from.mask[i * from.mask_row + j * from.mask_col] != 0;
@@ -128,14 +128,13 @@ template <int kRows, int kCols> struct TileAddends {
     }
   }
 
-  // Of the tile at (row, col) of a matrix of rows x cols (queries x keys); nothing outside it is touched. False if they
-  // forbid every score of the warp.
-  template <bool kTurned> CF_DEVICE bool load(const Addends& from, i32 rows, i32 cols, i32 row, i32 col) {
-    switch (from.bias_kind) {
-      case kFloat16: load_as<float16, kTurned>(from, rows, cols, row, col); break;
-      case kBFloat16: load_as<bfloat16, kTurned>(from, rows, cols, row, col); break;
-      case kFloat32: load_as<float, kTurned>(from, rows, cols, row, col); break;
-      default: load_as<double, kTurned>(from, rows, cols, row, col);
+  // Of the tile at (row, col); nothing past the lengths is touched. False if they forbid every score of the warp.
+  template <bool kTurned> CF_DEVICE bool load(const Work& work, i32 row, i32 col) {
+    switch (work.addends.bias_kind) {
+      case kFloat16: load_as<float16, kTurned>(work, row, col); break;
+      case kBFloat16: load_as<bfloat16, kTurned>(work, row, col); break;
+      case kFloat32: load_as<float, kTurned>(work, row, col); break;
+      default: load_as<double, kTurned>(work, row, col);
     }
     bool any = false;
     CF_UNROLL

@@ -10,6 +10,8 @@
 #include "sm80_wide/tile.cuh"
 
 struct alignas(16) Work {
+  TileWork block;                  // of the backward by keys: what the block owns,
+  u32 walked;                      // and how many heads of how many items it has begun
   Item item;
   Visibility sight;
   ScoreTerms<Score> terms;
@@ -33,7 +35,8 @@ CF_DEVICE void describe_item(Work& work, const Params& p, const Item& item, i32 
 
 CF_DEVICE void describe_head(Work& work, const Params& p, i32 head) {
   work.head = head;
-  work.terms = score_terms_of<Score>(p, work.item, head);
+  if (kSoftcapOrAlibi) work.terms = score_terms_of<Score>(p, work.item, head);
+  work.terms.scale = Score(p.call.scale);
   work.q = rows_of<const Element>(p.call.q, p.q, work.item, head);
   if (kMaskOrBias) work.addends = addends_of(p, work.item, head);
   if (kDropout) work.dropout = dropout_of(p, work.item, head);

@@ -1,0 +1,315 @@
+// Backward for float and double on tensor cores, by keys: dk and dv of one tile of keys and, if kSumsQueries, its share of
+// every dq (Dao 2023, Algorithm 2, turned).
+//
+//   P = exp(S - lse)     dv += (r * P)^T dO     dS = P * (r * dP - delta')     dA = dS * d(c)/d(a)     dk += scale * dA^T q
+//   dq += scale * dA k
+//
+// Warps work in pairs on kPairRows keys: the first of a pair computes S^T = K Q^T and owns dv, the second dP^T = V dO^T
+// and owns dk. With keys on rows, P^T and dA^T leave the accumulators as operands of the next product; P^T crosses
+// from one warp to the other, and its sign says what dropout took. All query heads of the group and all items that share
+// the keys follow one another, in order; queries from the last to the first, which all blocks of a causal mask see.
+//
+//   tile x   | wait for Q(x), dO(x), lse, delta; start those of x - 1
+//    first   | S^T = K Q^T     P^T -> shared     #   dv += P^T dO                                       dq of x + 1
+//    second  | dP^T = V dO^T                     #   P^T <- shared    dA^T (-> shared)   dk += dA^T Q   dq of x + 1     # the pair
+//
+// dq, zeros at first (prepost/delta.cu), is summed where it will stay: each warp adds its part, over all keys of the block.
+// In order (p.splits, heads that take turns, is not 0) a block adds to a tile after all blocks of earlier keys, so that every run gives the same
+// bits: it waits until the tile's count says so, and counts when its own adds are done. Blocks take numbers as they start,
+// and wait for lower ones alone; neighbours in a head start one after the other, because p.splits heads take turns.
+//
+// H200, 2026-11-30, arrays (4, 2048 / D, 4096, D), whole backward, TFLOP/s at D 128 / 64, full and causal:
+//                                                          float32                      float64
+//   two kernels                                            35.0 / 34.1, 33.9 / 32.8     23.8 / 25.0, 23.4 / 24.5
+//   one, queries from the first, a count for each warp     41.2 / 36.6, 23.5 / 20.4     27.8 / 26.8
+//   queries from the last, heads in turns, one count       41.9 / 43.1, 41.7 / 40.1     27.5 / 27.2, 27.5 / 26.8
+//   the same in no order                                   47.0 / 46.5, 45.7 / 43.9     31.8 / 30.1, 31.0 / 29.3
+//
+// Shared memory: K, V, two tiles of Q and dO, P, lse and delta of two tiles, two tiles of dA, the block's work.
+#pragma once
+#include "sm80_wide/store.cuh"
+#include "sm80_wide/weights.cuh"
+
+constexpr i32 kPairs = kWarps / 2, kPairRows = kBlockKV / kPairs, kR = kPairRows / 8, kC = kBlockQ / 4;
+constexpr i32 kWideDim = larger(kHeadDim, kHeadDimV);
+static_assert(kBlockKV % (16 * kPairs) == 0 && kBlockQ % 16 == 0, "whole fragments");
+static_assert(2 * kBlockQ <= kThreads, "a thread fetches one of lse or delta");
+
+using TileK = Tile<kBlockKV, kHeadDim>;
+using TileV = Tile<kBlockKV, kHeadDimV>;
+using TileQ = Tile<kBlockQ, kHeadDim>;
+using TileO = Tile<kBlockQ, kHeadDimV>;
+using Scores = Score[kR][kC];
+using Accumulator = Score[kR][kWideDim / 4];
+using TileA = Tile<kBlockQ, kSumsQueries ? kBlockKV : 32>;      // dA, the keys of a row in the order of key_place
+
+// Parts of the dq of a tile: sixteen rows and a line of columns each.
+constexpr i32 kRowParts = kBlockQ / 16, kParts = kRowParts * (kHeadDim / (8 * kChunk));
+
+// Offsets in shared memory.
+constexpr i32 kWeightBytes = kPairRows * kBlockQ * sizeof(Score);
+constexpr i32 kAtV = TileK::kBytes, kAtQ = kAtV + TileV::kBytes, kAtO = kAtQ + 2 * TileQ::kBytes;
+constexpr i32 kAtSums = kAtO + 2 * TileO::kBytes, kAtWeights = kAtSums + (kSumsQueries ? 2 * TileA::kBytes : 0);
+constexpr i32 kAtRows = kAtWeights + kPairs * kWeightBytes, kAtWork = kAtRows + 4 * kBlockQ * sizeof(Score);
+static_assert(kAtWork + kWorkBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
+
+// The column of a key in a row of TileA: the four that a lane takes in one step are neighbours.
+CF_DEVICE i32 key_place(i32 key) {
+  return kChunk == 4 ? key / 16 * 16 + key % 8 / 2 * 4 + key % 16 / 8 * 2 + key % 2 : key;
+}
+
+struct Backward {
+  const Params& p;
+  Work& work;
+  u32 shared;
+  ColumnReader<TileQ> read_q;
+  ColumnReader<TileO> read_o;
+  RowReader<TileQ> sum_q;
+  RowReader<TileO> sum_o;
+  ColumnReader<TileA> read_a;
+  RowReader<TileK> sum_k;
+  Score fetched;                           // lse or delta of the next tile
+
+  static CF_DEVICE i32 pair() { return i32(warp_index()) % kPairs; }
+  static CF_DEVICE bool first_of_pair() { return i32(warp_index()) < kPairs; }
+  CF_DEVICE i32 col() const { return work.first + pair() * kPairRows; }      // first key of the pair
+
+  CF_DEVICE u32 q_tile(i32 tile) const { return shared + kAtQ + u32(tile) % 2u * TileQ::kBytes; }
+  CF_DEVICE u32 o_tile(i32 tile) const { return shared + kAtO + u32(tile) % 2u * TileO::kBytes; }
+  CF_DEVICE u32 a_tile(i32 tile) const { return shared + kAtSums + u32(tile) % 2u * TileA::kBytes; }
+  CF_DEVICE u32 weights() const { return shared + kAtWeights + pair() * kWeightBytes + lane_index() * 16; }
+  // lse (0) or delta (1) of a tile.
+  CF_DEVICE u32 row_numbers(i32 tile, i32 which) const {
+    return shared + kAtRows + (u32(tile) % 2u * 2 + which) * kBlockQ * sizeof(Score);
+  }
+
+  CF_DEVICE void load_queries(i32 tile) {
+    if (tile >= work.tiles.start) {
+      const i32 row = tile * kBlockQ, i = row + i32(thread_index()) % kBlockQ, which = i32(thread_index()) / kBlockQ;
+      TileQ::load(q_tile(tile), work.q, row, work.sight.q_length, p.head_dim);
+      TileO::load(o_tile(tile), work.dout, row, work.sight.q_length, p.head_dim_v);
+      if (which == 0) fetched = lse_of(work, i);
+      if (which == 1) fetched = delta_of(work, i);
+    }
+    cp_async_commit_group();
+  }
+
+  CF_DEVICE u32 group() const { return u32(i32(opaque(p.heads_q)) / p.heads_kv); }
+
+  // The next head of the group, or the first one of the next item.
+  CF_DEVICE void begin() {
+    block_barrier();        // nobody reads what belongs to the head before any more
+    if (thread_index() == 0) {
+      const u32 number = work.walked++, part = number % group();
+      describe_item(work, p, item_at(p, work.block.own, number / group()), work.block.head);
+      describe_head(work, p, work.block.head * i32(group()) + i32(part));
+      describe_results(work, p, work.head);
+      work.tiles = tiles_of(work.sight.rows_of_some(work.first, work.first + kBlockKV), kBlockQ);
+    }
+    block_barrier();        // the work is there
+    if (work.tiles.start >= work.tiles.stop) return;
+    if (work.walked % group() == 1 % group()) {
+      TileK::load(shared, work.k, work.first, work.sight.kv_length, p.head_dim);
+      TileV::load(shared + kAtV, work.v, work.first, work.sight.kv_length, p.head_dim_v);
+    }
+    load_queries(work.tiles.stop - 1);
+  }
+
+  // Waits for a tile, and for dA of the one before; starts copies of the next.
+  CF_DEVICE void next_tile(i32 tile) {
+    const i32 which = i32(thread_index()) / kBlockQ, own = i32(thread_index()) % kBlockQ;
+    if (which < 2) st_shared(row_numbers(tile, which) + own * i32(sizeof(Score)), fetched);
+    cp_async_wait_group<0>();
+    block_barrier();        // the tile is there for everyone; nobody reads the one before any more
+    load_queries(tile - 1);
+  }
+
+  // Numbers of the lane's columns.
+  CF_DEVICE void read_row_numbers(Score (&x)[kC], i32 tile, i32 which) const {
+    CF_UNROLL
+    for (int w = 0; w < kC; w += 2) {
+      ld_shared_pair(x[w], x[w + 1], row_numbers(tile, which) + score_col(w) * i32(sizeof(Score)));
+    }
+  }
+
+  // Pairs that positions and lengths forbid get 0.
+  CF_DEVICE void hide(Scores& s, i32 row) const {
+    if (work.sight.keys_of_all(row, row + kBlockQ).covers(col(), col() + kPairRows)) return;
+    select<true>(s, work, col(), row, Score(0));
+  }
+
+  // What the first warp of a pair does with a tile: weights into shared memory and into dv.
+  CF_DEVICE void give_weights(Accumulator& dv, i32 tile) const {
+    const i32 row = tile * kBlockQ;
+    Scores s, derivative;
+    TileAddends<kR, kC> addends;
+    if constexpr (kMaskOrBias) addends.template load<true>(work, col(), row);
+    multiply_by_transposed(s, shared + pair() * kPairRows * TileK::kRowBytes, q_tile(tile), read_q);
+    publish(tile + 2);
+    scale_scores<true>(s, derivative, work, col(), row);
+    if constexpr (kMaskOrBias) addends.add_to(s);
+    Score lse[kC];
+    read_row_numbers(lse, tile, 0);
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      CF_UNROLL
+      for (int w = 0; w < kC; ++w) s[u][w] = weight_from(s[u][w], lse[w]);
+    }
+    hide(s, row);
+    Scores sent;
+    const bool capped = kSoftcapOrAlibi && work.terms.softcap > Score(0);
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      CF_UNROLL
+      for (int w = 0; w < kC; ++w) sent[u][w] = capped ? s[u][w] * derivative[u][w] : s[u][w];
+    }
+    if constexpr (kDropout) {
+      for_kept<true>(s, work.dropout, col(), row, [&](int u, int w, bool kept) {
+        s[u][w] = kept ? s[u][w] : Score(0);
+        sent[u][w] = kept ? sent[u][w] : -sent[u][w];
+      });
+    }
+    CF_UNROLL
+    for (int n = 0; n < kR * kC; n += kChunk) {
+      Score chunk[kChunk];
+      CF_UNROLL
+      for (int x = 0; x < kChunk; ++x) chunk[x] = sent[n / kC][n % kC + x];
+      st_shared_chunk(weights() + n / kChunk * 512, chunk);
+    }
+    barrier_sync_aligned(1 + pair(), 64);      // the weights are there; they will have been read at the next tile
+    multiply<true>(dv, s, o_tile(tile), sum_o);
+  }
+
+  // What the second warp does: dA^T from them, into dk.
+  CF_DEVICE void take_weights(Accumulator& dk, i32 tile) const {
+    Scores dp;
+    multiply_by_transposed(dp, shared + kAtV + pair() * kPairRows * TileV::kRowBytes, o_tile(tile), read_o);
+    const Score kept_scale = kDropout ? dropout_scale<Score>(p) : Score(1);
+    Score delta[kC];
+    read_row_numbers(delta, tile, 1);
+    barrier_sync_aligned(1 + pair(), 64);      // as above
+    CF_UNROLL
+    for (int n = 0; n < kR * kC; n += kChunk) {
+      Score chunk[kChunk];
+      ld_shared_chunk(chunk, weights() + n / kChunk * 512);
+      CF_UNROLL
+      for (int x = 0; x < kChunk; ++x) {
+        const int w = n % kC + x;
+        Score& own = dp[n / kC][w];
+        const bool kept = !kDropout || !has_sign(chunk[x]);
+        const Score gain = kDropout ? (kept ? own * kept_scale : Score(0)) - delta[w] : own - delta[w];
+        own = score_gradient(kDropout ? absolute(chunk[x]) : chunk[x], gain);
+      }
+    }
+    hide(dp, tile * kBlockQ);
+    if constexpr (kSumsQueries) {
+      CF_UNROLL
+      for (int n = 0; n < kR * kC; ++n) {
+        const i32 column = key_place(pair() * kPairRows + fragment_row(n / kC));
+        const u32 to = a_tile(tile) + TileA::place(score_col(n % kC), column / kChunk);
+        st_shared(to + column % kChunk * i32(sizeof(Score)), dp[n / kC][n % kC]);
+      }
+    }
+    multiply<true>(dk, dp, q_tile(tile), sum_q);
+  }
+
+  // A count for each tile of queries, at the number of its first row.
+  CF_DEVICE u32* turn_of(i32 tile) const {
+    return static_cast<u32*>(p.call.turns) + 1 + row_number(p, work.item, work.head, tile * kBlockQ);
+  }
+
+  // Waits until the blocks of earlier keys have added to a tile.
+  CF_DEVICE void wait_for_turn(i32 tile) const {
+    if (p.splits == 0) return;
+    const Interval keys = work.sight.keys_of_some(tile * kBlockQ, (tile + 1) * kBlockQ);
+    const i32 earlier = work.first / kBlockKV - keys.start / kBlockKV;
+    if (earlier > 0) wait_for_count(turn_of(tile), u32(earlier));
+  }
+
+  // The warp's part of dq of a tile: dA k, added to what the blocks of earlier keys have left.
+  CF_DEVICE void sum_queries(i32 tile) const {
+    if (tile >= work.tiles.stop) return;
+    CF_UNROLL_1
+    for (i32 part = warp_index(); part < kParts; part += kWarps) {
+      const i32 row = part % kRowParts * 16, line = part / kRowParts;
+      Score dq[2][2 * kChunk];
+      multiply_line<kBlockKV / 16>(dq, a_tile(tile) + row * TileA::kRowBytes, read_a, shared, line, sum_k);
+      if (part < kWarps) wait_for_turn(tile);
+      warp_barrier();          // no lane adds before its turn
+      const Rows<Element> rows = rows_of<Element>(p.call.dq, p.dq, work.item, work.head);
+      const bool packed = rows.packed<kChunk>();
+      CF_UNROLL
+      for (int n = 0; n < 4; ++n) {
+        const i32 i = tile * kBlockQ + row + fragment_row(n / 2), j = line * 8 * kChunk + result_col(n % 2);
+        if (i >= work.sight.q_length) continue;
+        Element values[kChunk];
+        CF_UNROLL
+        for (int x = 0; x < kChunk; ++x) values[x] = finished(dq[n / 2][2 * x + n % 2], Score(p.call.scale));
+        Element* to = rows.at(i, j);
+        if (packed && j + kChunk <= p.head_dim) {
+          red_add_chunk(to, values);
+          continue;
+        }
+        CF_UNROLL
+        for (int x = 0; x < kChunk; ++x) {
+          if (j + x < p.head_dim) red_add(to + x * rows.col_stride, values[x]);
+        }
+      }
+    }
+  }
+
+  // Says that the block has added its share of a tile; all warps have done so and met since.
+  CF_DEVICE void publish(i32 tile) const {
+    if (!kSumsQueries || tile >= work.tiles.stop || p.splits == 0) return;
+    if (thread_index() == 0) red_release_increment(turn_of(tile));
+  }
+
+  // Walks all queries; `acc` is dv in the first warp of a pair and dk in the second.
+  CF_DEVICE void walk(Accumulator& acc) {
+    do {
+      begin();
+      if (work.tiles.start >= work.tiles.stop) continue;
+      CF_UNROLL_1
+      for (i32 tile = work.tiles.stop - 1; tile >= work.tiles.start - (kSumsQueries ? 1 : 0); --tile) {
+        next_tile(tile);
+        if (tile >= work.tiles.start) {
+          if (first_of_pair()) give_weights(acc, tile);
+          else take_weights(acc, tile);
+        } else {
+          publish(tile + 2);
+        }
+        if constexpr (kSumsQueries) sum_queries(tile + 1);
+      }
+      if constexpr (kSumsQueries) {
+        block_barrier();        // all have added to the first tile
+        publish(work.tiles.start);
+      }
+    } while (work.walked < points(p.loop) * group());
+  }
+};
+
+CF_DEVICE void backward_of_keys(const Params& p) {
+  Work& work = shared_work(kAtWork);
+  if (thread_index() == 0) {
+    const u32 number = kSumsQueries ? increment(static_cast<u32*>(p.call.turns)) : block_index();
+    const i32 together = larger(p.splits, 1);
+    Digits digits{number};
+    const i32 turn = digits.take(together);
+    work.block = tile_work(digits.rest, ceil_div(p.seqlen_k, kBlockKV), 1, p.heads_kv / together, false);
+    work.block.head = work.block.head * together + turn;
+    work.first = work.block.tile * kBlockKV;
+    work.walked = 0;
+  }
+  Backward backward{p, work, shared_tiles()};
+  Accumulator acc;
+  clear(acc);
+  backward.walk(acc);
+  const bool first = Backward::first_of_pair();
+  void* const to = first ? p.call.dv : p.call.dk;
+  if (to == nullptr) return;
+  const Score kept = kDropout ? dropout_scale<Score>(p) : Score(1);
+  finish_by(acc, first ? kept : Score(p.call.scale));
+  const Target target = target_of(to, first ? p.dv : p.dk, item_at(p, work.block.own, 0), work.block.head, p.seqlen_k,
+                                  first ? p.head_dim_v : p.head_dim, p.accumulate != 0);
+  store_tile(acc, target, backward.col());
+}
