@@ -14,7 +14,7 @@ from support import BFLOAT16, DTYPE_IDS, DTYPES, assert_same, normal, qkv
 
 import cupyflash
 from cupyflash import cpu
-from cupyflash.cuda import configs, families, flatten, launch, module, recipe, sm80
+from cupyflash.cuda import configs, families, flatten, launch, module, recipe, sm80, sm80_wide
 from cupyflash.cuda.params import ADDRESSES, RECORD
 from cupyflash.problem import GRADIENT_NAMES, Problem
 from cupyflash.request import BackwardRequest
@@ -53,7 +53,9 @@ def recipe_of(problem, arch=90, backward=True):
 @pytest.mark.parametrize("arch", ARCHS)
 def test_a_plan_needs_an_architecture_alone(dtype, backward, arch):
     p = plan(2, 4, 1000, 80, dtype=dtype, arch=arch, backward=backward)
-    family = "sm80" if arch >= 80 and dtype.itemsize == 2 else "simt"
+    family = "sm80" if arch >= 80 else "simt"
+    if dtype.itemsize > 2 and arch >= 80:
+        family = "sm80_wide" if dtype == np.float32 or arch in (80, 90, 100) else "simt"
     if family == "sm80" and arch == 90:
         family = "sm90"
     assert (p.backend, p.family, p.registers, p.shared_bytes) == ("cuda", family, None, None)
@@ -62,16 +64,20 @@ def test_a_plan_needs_an_architecture_alone(dtype, backward, arch):
     assert p.block_q > 1 < p.block_kv
     sm80_kernel = family == "sm80" and sm80.in_one_kernel(80, (False,) * 3, configs.shared_limit(arch))
     one_kernel = family == "sm90" or sm80_kernel
+    score = 8 if dtype == np.float64 else 4
+    in_turns = family == "sm80_wide" and sm80_wide.in_one_kernel(
+        80, score, (False,) * 3, configs.shared_limit(arch)
+    )
     kernels = (
         ("row_stats", "backward", "finish_queries") if one_kernel else ("delta", "backward_kv", "backward_q")
     )
+    kernels = ("delta", "backward") if in_turns else kernels
     assert p.kernels == (kernels if backward else ("forward",))
     results = 2 * 4 * 1000 * 80 * dtype.itemsize
-    score = 8 if dtype == np.float64 else 4
     assert p.output_bytes == (3 * results if backward else results + 2 * 4 * 1000 * score)
     assert p.copied_bytes == 0
     columns = 128 if family == "sm90" else 82  # sums for dq are as wide as the kernel's head dim
-    a_row = score * (columns + 2 if one_kernel else 1)
+    a_row = score * (columns + 2 if one_kernel else 1) + 4 * in_turns
     padded = 2 * 4 * (1024 if one_kernel else 1000)
     assert p.workspace_bytes <= (1024 + padded * a_row if backward else 0)
 
@@ -95,7 +101,7 @@ def test_planning_imports_no_cupy():
         "print(cupyflash.plan(x, x, x, arch=80, backward=True).family, 'cupy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["simt", "False"]
+    assert done.stdout.split() == ["sm80_wide", "False"]
 
 
 def test_the_workspace_is_exact_in_64_bits():

@@ -24,8 +24,8 @@ PAIRS = list(itertools.combinations_with_replacement(OPTIONS, 2))
 
 
 @pytest.fixture(autouse=True)
-def asked_for(monkeypatch):
-    """The family runs only when it is asked for."""
+def forced(monkeypatch):
+    """This family, on Hopper too."""
     monkeypatch.setattr(families, "FORCED", "sm80_wide")
 
 
@@ -48,10 +48,11 @@ def plan_of(dtype=np.float32, d=64, arch=SM90, **options):
 
 def test_which_family_runs_what(monkeypatch):
     monkeypatch.setattr(families, "FORCED", None)
-    assert plan_of().family == plan_of(precision="ieee").family == plan_of(np.float64).family == "simt"
-    assert ("sm80_wide", "runs only when asked for, by its name or by precision=") in plan_of().passed_over
+    assert plan_of(precision="ieee").family == plan_of(arch=75).family == plan_of(d=129).family == "simt"
     for arch in (80, 86, 90, 120):
-        assert plan_of(precision="tf32x3", arch=arch).family == "sm80_wide"
+        assert plan_of(arch=arch).family == plan_of(precision="tf32x3", arch=arch).family == "sm80_wide"
+        doubles = "sm80_wide" if arch in (80, 90) else "simt"
+        assert plan_of(np.float64, arch=arch).family == doubles
     assert "tf32" in plan_of(precision="tf32").config.split()
     assert "tf32" not in plan_of(precision="tf32x3").config.split()
     for precision, refused in (("tf32", {"arch": 75}), ("tf32x3", {"d": 129})):
@@ -178,6 +179,54 @@ def test_three_products_of_tf32_are_as_exact_as_float32(size, monkeypatch):
     assert found["tf32"].rms > 20 * found["tf32x3"].rms
 
 
+def kernels_of(dtype=np.float32, d=64, arch=SM90, **options):
+    return cupyflash.plan(*qkv(np, m=8, d=d, dtype=dtype), arch=arch, backward=True, **options).kernels
+
+
+def test_gradients_come_from_one_kernel_where_it_has_room():
+    for dtype, d in itertools.product(DTYPES, (8, 64, 128)):
+        assert kernels_of(dtype, d) == ("delta", "backward")
+    two = ("delta", "backward_kv", "backward_q")
+    assert kernels_of(np.float32, 128, 86) == kernels_of(np.float64, 128, 80) == two
+    slopes = kernels_of(alibi_slopes=np.ones(1, np.float32))
+    assert slopes[:3] == two
+    q, k, v = qkv(np, 2, 1, 8, 8, 64)
+    assert cupyflash.plan(q[:1], k, v, arch=SM90, backward=True).kernels == two
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_in_any_order_are_within_the_bound(dtype):
+    q, k, v = qkv(np, 2, 4, 70, 150, 64, heads_kv=2, dtype=dtype)
+    check(q, k, v, via=vjp_on(Machine(compute_capability=SM90)), deterministic=False, causal="bottom_right")
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_a_nan_reaches_only_who_may_see_it(name, dtype):
+    machine = Machine(compute_capability=SM90)
+    arrays = dict(zip("qkv", qkv(np, m=40, d=64, dtype=dtype)))
+    clean = machine.attention(*arrays.values(), causal=True)
+    arrays[name][0, 0, 17, 3] = np.nan
+    out, lse = machine.attention(*arrays.values(), causal=True)
+    reached = np.arange(40) == 17 if name == "q" else np.arange(40) >= 17
+    assert np.isnan(out[0, 0, reached]).all()
+    assert np.isnan(lse[0, 0, reached]).all()
+    assert_same(
+        (out[..., ~reached, :], lse[..., ~reached]), (clean[0][..., ~reached, :], clean[1][..., ~reached])
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("precision", ["tf32x3", "tf32"])
+def test_every_nan_stays_one(precision):
+    q, k, v = qkv(np, m=4)
+    q.view(np.uint32)[0, 0, 1, 2] = 0x7FFFFFFF
+    out, _ = Machine(compute_capability=SM90).attention(q, k, v, precision=precision)
+    assert np.isnan(out).all(-1).tolist() == [[[False, True, False, False]]]
+
+
 @needs_compiler
 def test_scores_beyond_the_largest_float_are_infinite():
     q, k, v = qkv(np, m=3)
@@ -197,8 +246,8 @@ def test_H01_scores_of_1e11_leave_gradients_finite(length):
     assert all(np.isfinite(g).all() for g in vjp(x, None)[:3])
 
 
-def test_head_dims_up_to_64_share_a_kernel():
-    dims = ((1, 64), (20, 3), (64, 64))
+def test_small_head_dims_share_kernels():
+    dims = ((1, 64), (33, 3), (64, 64))
     assert (
         len({configs.choose("sm80_wide", "forward", "float32", d, e, (False,) * 3, SM90) for d, e in dims})
         == 1

@@ -134,7 +134,6 @@ FAMILIES = (
         most_head_dim=128,
         precisions=("tf32x3", "tf32"),
         float64_on=(80, 90, 100),
-        on_request=True,
     ),
     Family(
         name="simt",
