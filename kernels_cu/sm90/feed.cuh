@@ -58,13 +58,12 @@ struct Producer {
   }
 
   CF_DEVICE void load(const Work& work) {
-    if (work.last < work.first) return ask();
-    const i32 ask_at = smaller(work.first + kLead, work.last);
+    if (work.last < work.first) return;
     load_k(work, work.last);
     load_q(work);
     CF_UNROLL_1
     for (i32 n = work.last; n >= work.first; --n) {
-      if (n == ask_at) ask();
+      if (n == work.first + kLead && n < work.last) ask();
       if (n > work.first) load_k(work, n - 1);
       load_v(work, n);
     }

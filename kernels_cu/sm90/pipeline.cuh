@@ -6,7 +6,7 @@
 #pragma once
 #include "sm90/work.cuh"
 
-constexpr i32 kWorkSlots = 2;
+constexpr i32 kWorkSlots = sizeof(Element) == 2 ? 3 : 2;
 
 // Where a pipeline stands: a stage, and the parity of the phase that is waited for next.
 template <i32 kCount> struct Ring {
@@ -36,7 +36,10 @@ template <i32 kPanels> CF_DEVICE void clear_rows(u32 tile, i32 rows, i32 thread)
 
 // The scheduler: one thread, so that nobody waits for its divisions and loads. It takes a tile only when the producer
 // is about to need it: tiles taken early would lie with a block whatever it has before them.
-template <class Control> CF_DEVICE void schedule(const Params& p, const Launch& launch, Control& control) {
+// kFollowed: pieces with no more key tiles than one and so many are followed as soon as there is a slot; their producer
+// does not ask.
+template <i32 kFollowed = -2, class Control>
+CF_DEVICE void schedule(const Params& p, const Launch& launch, Control& control) {
   Ring<kWorkSlots> slot{0, 1};                 // parity 1: the first wait for a free slot falls through
   u32 tile = block_index(), wanted = 0;
   while (true) {
@@ -46,9 +49,11 @@ template <class Control> CF_DEVICE void schedule(const Params& p, const Launch& 
     if (any) prepare(work, p, launch, tile); else work.number = -1, see_nothing(work);
     mbarrier_arrive(shared_address(&control.work_ready[slot.stage]));            // the others may read it
     if (!any) break;
+    if (work.last - work.first > kFollowed) {
+      mbarrier_try_wait_parity(shared_address(&control.work_wanted), wanted);
+      wanted ^= 1;
+    }
     slot.advance();
-    mbarrier_try_wait_parity(shared_address(&control.work_wanted), wanted);
-    wanted ^= 1;
     tile = grid_size() + atom_inc(launch.counter);
   }
   const bool last = atom_inc(launch.counter + 1) == grid_size() - 1;
