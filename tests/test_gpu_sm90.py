@@ -199,3 +199,12 @@ def test_items_of_many_lengths_and_of_none(cupy):
         v[item, :, length:] = np.nan
     check(q, k, v, kv_lengths=cupy.asarray(lengths), causal="bottom_right", backward=False)
     check(q, k, v, kv_lengths=lengths, q_lengths=[0, 300, 17, 200, 64], backward=False)
+
+
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("p", [2.0**-16, 0.1, 0.4999, 0.5, 0.5001, 0.9, 1 - 2.0**-16, 1.0])
+def test_dropout_on_either_side_of_a_half(cupy, d, p):
+    q, k, v = qkv(cupy, 1, 2, 200, KEYS, d, dtype=BFLOAT16)
+    for origin in ((0, 0, 0), (1, 16, 32), (0, 3, 0), (0, 0, 5)):
+        options = {"dropout_p": p, "dropout_seed": 7, "dropout_origin": origin, "causal": "bottom_right"}
+        check(q, k, v, **options, backward=False)

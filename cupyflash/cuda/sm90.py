@@ -157,10 +157,15 @@ SHAPED = (
 
 
 def _rows(options: tuple[bool, ...]) -> tuple[Geometry, ...]:
-    """The rows of a forward with these options: with addends and more, an optimistic step is too much code."""
+    """The rows of a forward with these options.
+
+    With addends and more, an optimistic step is too much code. Dropout comes between the two products that a turn
+    would hold together.
+    """
+    rows = SHAPED if any(options) else PLAIN
     if options[0] and any(options[1:]):
-        return tuple(row._replace(optimistic=False) for row in SHAPED)
-    return SHAPED if any(options) else PLAIN
+        rows = tuple(row._replace(optimistic=False) for row in rows)
+    return tuple(row._replace(ping_pong=False) for row in rows) if options[2] else rows
 
 
 # (kernel, bytes of the score type, options) -> geometries.

@@ -132,6 +132,13 @@ CF_DEVICE float rcp_approx_ftz(float x) {
   return r;
 }
 
+// Each half of x becomes all ones or all zeros, as its upper bit is.
+CF_DEVICE u32 signs_of_halves(u32 x) {
+  u32 r;
+  asm("prmt.b32 %0, %1, 0, 0xbb99;" : "=r"(r) : "r"(x));
+  return r;
+}
+
 CF_DEVICE void st_shared_f32x4(u32 to, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }

@@ -218,3 +218,27 @@ CF_DEVICE void drop(Scores& weights, const DropoutStream& stream, i32 row, i32 c
     if (!(kept >> n & 1)) weights[n] = 0.0f;
   }
 }
+
+// The same for weights that are rounded already, where 16x16 blocks fall together with those that one Philox call
+// serves.
+CF_DEVICE bool in_groups(const DropoutStream& stream) { return stream.aligned(); }
+
+// weights: a tile of them, rounded; a pair has its bits in one word. Halves u of a word w at or above the threshold T
+// have bit 15 in w AND or OR (u % 2^15 + what T lacks of 2^15, or of 2^16), as T is above 2^15 or below.
+CF_DEVICE void drop_pairs(u32* weights, const DropoutStream& stream, i32 row, i32 col) {
+  const u32 threshold = stream.threshold;
+  const u32 lacking = ((threshold < 0x8000u ? 0x8000u : 0x10000u) - threshold) * 0x10001u;
+  const u32 either = opaque(threshold < 0x8000u ? ~0u : 0u);             // else a choice for each
+  Words counter = stream.counter_of(u32(row + stream.origin_i), u32(col + stream.origin_j));
+  CF_UNROLL
+  for (int block = 0; block < kBlockKV / 16; ++block) {
+    const Words words = philox4x32_7(counter, stream.key0, stream.key1);
+    counter.word[0] += 4;
+    CF_UNROLL
+    for (int n = 0; n < 4; ++n) {                                       // word 2 a + b: rows + 8 a, columns + 8 b
+      const u32 w = words.word[n], sum = (w & 0x7fff7fffu) + lacking;
+      const u32 dropped = (w & sum) | (either & (w | sum));
+      weights[4 * block + 2 * (n % 2) + n / 2] &= ~signs_of_halves(dropped);
+    }
+  }
+}
