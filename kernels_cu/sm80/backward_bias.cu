@@ -79,9 +79,8 @@ struct Backward {
       negative_lse[u] = negative_lse_of(p, item, head, i, q_length);
       delta[u] = i < q_length ? row_delta[i] : 0.0f;
     }
-    const Dropper dropper = dropper_of(p, item, head);
-    const RowBounds bounds = RowBounds::of_query(rules.sight, own_row);
-    const Interval whole = rules.sight.keys_of_all(own_row, smaller(own_row + kWarpRows, q_length));
+    // Nothing is whole where rows are past the length: their addends are read, whatever they are, and selected away.
+    const Interval whole = rules.sight.keys_of_all(own_row, own_row + kWarpRows);
     CF_UNROLL
     for (int n = 0; n < kSteps; ++n) {
       Scores s, unused, dp;
@@ -100,9 +99,8 @@ struct Backward {
         CF_UNROLL
         for (int w = 0; w < kC; ++w) s[u][w] = weight_from(s[u][w], factor, negative_lse[u]);
       }
-      score_gradients(s, dp, delta, dropper, dropout_scale<float>(p), own_row, at);
-      // Addends of rows past the length have been read, whatever they are: those rows are selected away too.
-      if (bounds.rows < kWarpRows || !whole.covers(at, at + kStep)) bounds.select(s, at, 0.0f);
+      score_gradients(s, dp, delta, dropper_of(p, item, head), dropout_scale<float>(p), own_row, at);
+      if (!whole.covers(at, at + kStep)) RowBounds::of_query(rules.sight, own_row).select(s, at, 0.0f);
       CF_UNROLL
       for (int u = 0; u < kR; ++u) {
         CF_UNROLL
