@@ -15,10 +15,15 @@ CF_DEVICE Item item_at(const Params& p, u32 own, u32 loop) {
   i64 weight = 1;
   CF_UNROLL
   for (i32 axis = kLeadAxes - 1; axis >= 0; --axis) {
-    const u32 own_size = p.own[axis], loop_size = p.loop[axis];
-    item.at[axis] = own % own_size + loop % loop_size;      // one of the two sizes is 1
-    own /= own_size;
-    loop /= loop_size;
+    const u32 own_size = p.own[axis], loop_size = p.loop[axis];      // one of the two is 1, often both
+    item.at[axis] = 0;
+    if (own_size > 1) {
+      item.at[axis] = own % own_size;
+      own /= own_size;
+    } else if (loop_size > 1) {
+      item.at[axis] = loop % loop_size;
+      loop /= loop_size;
+    }
     item.number += weight * item.at[axis];
     weight *= p.lead[axis];
   }
