@@ -60,14 +60,23 @@ CF_DEVICE void store_whole_tile(const float (&acc)[kRows][kCols], const Target& 
     }
   }
   warp_barrier();       // the whole rows are there
-  const Rows<Element> rows = to.rows<Element>();
+  Element* const base = static_cast<Element*>(to.base);
+  constexpr i32 kMoves = kRows * 8 * kChunks / 32, kAtOnce = smaller(kMoves, 4);
   CF_UNROLL_1
-  for (i32 n = lane_index(); n < kRows * 8 * kChunks; n += 32) {
-    const i32 r = n / kChunks, chunk = n % kChunks;
-    u32 words[4];
-    ld_shared_128(words, staging + T::place(tile_row + r, chunk));
-    if (row + r >= to.row_stop || chunk * 8 >= to.col_stop) continue;
-    *reinterpret_cast<Packed<u32, 4>*>(rows.at(row + r, chunk * 8)) = Packed<u32, 4>{{words[0], words[1], words[2], words[3]}};
+  for (i32 first = 0; first < kMoves; first += kAtOnce) {
+    u32 words[kAtOnce][4];
+    const auto each = [&](auto move) {
+      CF_UNROLL
+      for (i32 x = 0; x < kAtOnce; ++x) {
+        const i32 n = lane_index() + 32 * (first + x);
+        if (kMoves % kAtOnce == 0 || first + x < kMoves) move(words[x], n / kChunks, n % kChunks);
+      }
+    };
+    each([&](u32 (&eight)[4], i32 r, i32 chunk) { ld_shared_128(eight, staging + T::place(tile_row + r, chunk)); });
+    each([&](u32 (&eight)[4], i32 r, i32 chunk) {
+      if (row + r >= to.row_stop || chunk * 8 >= to.col_stop) return;
+      *reinterpret_cast<Packed<u32, 4>*>(base + (row + r) * to.row_stride + chunk * 8) = {{eight[0], eight[1], eight[2], eight[3]}};
+    });
   }
 }
 
