@@ -172,3 +172,30 @@ def test_few_queries_with_every_option(name):
     arrays = qkv(np, 2, 4, 2, 1200, 40, 24, heads_kv=2, dtype=BFLOAT16)
     check(*arrays, via=vjp_on(machine), backward=False, **FEW_QUERIES[name])
     assert [config.kernel for config in machine.launched] == ["decode", "combine"]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "hidden", [{"mask": np.array([True, False])[:, None, None, None]}, {"kv_lengths": np.array([1200, 0])}]
+)
+def test_few_queries_of_which_some_see_nothing(hidden):
+    arrays = qkv(np, 2, 4, 2, 1200, 40, 24, heads_kv=2, dtype=BFLOAT16)
+    check(*arrays, via=vjp_on(Machine(compute_capability=80)), backward=False, **hidden)
+
+
+@needs_compiler
+@pytest.mark.parametrize("one_kernel", [True, False])
+def test_what_lies_past_the_queries_reaches_no_gradient(one_kernel):
+    q, k, v = qkv(np, 1, 2, 70, 90, 64, 64, dtype=np.float16)
+    bias = normal(np, (2, 70, 90), np.float32, 3)
+    bias[:, 40:] = np.nan
+    given = {
+        "bias": bias,
+        "q_lengths": np.array([40]),
+        "query_offset": 20,
+        "alibi_slopes": np.array([0.5, 0.25], np.float32),
+    }
+    wrt = ("q", "k", "v", "bias") if one_kernel else ("q", "k", "v", "bias", "alibi_slopes")
+    (out, _), vjp = vjp_on(Machine(compute_capability=80))(q, k, v, return_lse=True, wrt=wrt, **given)
+    found = vjp(out, None)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found if x is not None)

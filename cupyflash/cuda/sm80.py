@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 128  # of swizzled tiles; dynamic shared memory is rounded up to it
 FRAGMENT = 16  # rows and columns that an mma instruction takes
 PLACE_BYTES = 192  # of what the threads of a forward share besides tiles
-Q_PASS_BYTES, KV_PASS_BYTES = 256, 128  # of a backward_q, of a backward_kv
-PASS_BYTES = 640  # what the threads of the one-kernel backward share besides tiles
+Q_PASS_BYTES, PASS_BYTES = 256, 640  # of a backward_q, of a backward that owns keys
 SMALL_HEAD_DIM = 64
 HELD_BYTES = 2**25
 HALF_SHARED = 113 * 1024  # shared memory of a block of which a multiprocessor with 227 KiB holds two
@@ -76,10 +75,11 @@ class Geometry(NamedTuple):
             used = _tile(q, d) + _tile(q, e) + 2 * (_tile(kv, d) + _tile(kv, e)) + staged + Q_PASS_BYTES
         elif kernel in ("backward", "backward_kv"):
             pairs = self.threads // 64
-            weights, rows = 2 * kv * self.step * 2, 4 * q * score_bytes
+            stages = 1 if self.step == q else 2  # of weights
+            weights, rows = stages * kv * self.step * 2, 4 * q * score_bytes
             staged = self.addends * pairs * self.step * (kv // pairs + 8) * score_bytes
             used = 2 * (_tile(kv, max(d, e)) + _tile(q, d) + _tile(q, e)) + weights + rows + staged
-            used += 3 * _tile(kv, q) + PASS_BYTES if kernel == "backward" else KV_PASS_BYTES
+            used += PASS_BYTES + (3 * _tile(kv, q) if kernel == "backward" else 0)
         else:
             tiles = _tile(q, d) + _tile(q, e) + _tile(kv, d) + _tile(kv, e)
             used = max(tiles + staged, q * (kv + 8) * score_bytes)
@@ -184,7 +184,7 @@ _ROWS = {
         _row(256, 1, 64, 64, 32, 64),
         _row(256, 1, 64, 128, 64, 128),
         _row(256, 1, 64, 64, 32, 128),
-        _row(256, 1, 64, 64, 32, 256),
+        _row(256, 1, 64, 64, 64, 256),
     ),
     ("backward", DROPOUT): (
         _row(256, 1, 128, 128, 64, 64),
@@ -201,7 +201,7 @@ _ROWS = {
     ),
     ("backward_q", PLAIN): (
         _row(128, 2, 128, 64, 32, 64),
-        _row(128, 2, 128, 32, 32, 128),
+        _row(128, 2, 128, 32, 16, 128),
         _row(256, 1, 128, 32, 32, 256),
         _row(64, 1, 32, 16, 16, 256),
     ),
@@ -242,7 +242,7 @@ def _rows(kernel: str, options: tuple[bool, ...]) -> tuple[Geometry, ...]:
 
 
 # (kernel, bytes of the score type, options) -> geometries
-TABLE = {
+TABLE: dict[Any, tuple[Geometry, ...]] = {
     (kernel, 4, options): _rows(kernel, options)
     for kernel in KERNELS
     for options in itertools.product((False, True), repeat=3)

@@ -1,14 +1,11 @@
 // Backward on tensor cores by mma.sync in one kernel: dk and dv of one tile of keys, and its share of every dq (Dao 2023,
 // Algorithm 2, turned).
 //
-//   P = exp(S - lse)     dv += (r * P)^T dO     dS = P * (r * dP - delta')     dA = dS * d(c)/d(a)     dk += scale * dA^T q
 //   dq += dA k, in float, scaled and rounded by prepost/finish_queries.cu
 //
-// Warps work in pairs on kPairRows keys: the first of a pair computes S^T = K Q^T and owns dv, the second dP^T = V dO^T
-// and owns dk. With keys on rows, P^T and dA^T leave the accumulators as operands of the next product; P^T crosses from
-// one warp to the other, rounded, and its sign says what dropout took; dA^T goes to shared memory, and each warp sums a
-// part of dq over all keys of the block. Queries come in tiles of kBlockQ from the last to the first and are taken in steps
-// of kStep; all query heads of the group and all items that share the keys follow one another, in order.
+// Pairs of warps work on kPairRows keys each (sm80/backward_pair.cuh); the second warps leave dA^T in shared memory, and each
+// warp sums a part of dq over all keys of the block. Queries come in tiles of kBlockQ from the last to the first and are
+// taken in steps of kStep; all query heads of the group and all items that share the keys follow one another, in order.
 //
 //   query tile x  | # tile x, dA^T of x - 1 are there
 //     first warp  | copies of x + 1    S^T = K Q^T    P^T -> shared          # pair    dv += P^T dO    dq of x - 1
@@ -22,26 +19,13 @@
 // Ladder on the same problem, main kernel, ms: two kernels 5.67 / 10.14; one, everything of a tile worked out by every warp
 // 4.99 / 6.31 (in no order); one thread works it out for all 4.57; dq after the tile's steps 4.23 / 4.75; in the second
 // warps before them 3.91 / 4.52. In order: 6.50 / 7.80 at first; counts looked at before the products and heads taking
-// turns 4.53 / 5.17.
+// turns 4.53 / 5.17. What is left of the price of order is the fence before a count, not the wait for one (H200, 2026-11-29,
+// D 128 / D 64): in order 4.24 / 4.86; nobody waits 4.16 / 5.03; no fence, nobody waits 3.96 / 4.48; in no order 3.95 / 4.40.
+// Turns of four tiles handed on at once cost fewer fences and more waits: 4.63 / 5.15, under a causal mask 1.7 times as much.
+// At D 256 a step of 64 queries instead of 32: 6.08 to 5.67, in no order 5.63 to 5.33.
 //
-// Shared memory: K, V (later the staging of dv, dk), two tiles of Q and dO, two of P a pair, lse and delta, three of dA^T,
-// addends, the pass.
-#include "sm80/backward_pass.cuh"
-#include "sm80/store.cuh"
-#include "sm80/weights.cuh"
-
-constexpr i32 kWideDim = larger(kHeadDim, kHeadDimV);
-constexpr bool kKeysInRegisters = kWideDim <= 64 && kPlainScores && !kDropout;      // where they have room
-static_assert(kBlockKV % (16 * kPairs) == 0 && kBlockQ % kStep == 0 && kStep % 16 == 0, "whole fragments");
-
-using TileK = Tile<kBlockKV, kWideDim>;
-using TileV = Tile<kBlockKV, kWideDim>;
-using TileQ = Tile<kBlockQ, kHeadDim>;
-using TileO = Tile<kBlockQ, kHeadDimV>;
-using Scores = float[kR][kC];
-using Accumulator = float[kR][kWideDim / 4];
-using Weighted = Operand<kR / 2, kStep>;
-using TileS = Tile<kBlockKV, kBlockQ>;     // dA^T
+// Shared memory: that of the pairs, three tiles of dA^T.
+#include "sm80/backward_pair.cuh"
 
 // A warp's part of the dq of a query tile.
 constexpr i32 kDqRows = smaller(32, kBlockQ / 2), kDqRowParts = kBlockQ / kDqRows, kDqColParts = kWarps / kDqRowParts;
@@ -49,179 +33,20 @@ constexpr i32 kDqLeast = ceil_div(kHeadDim, kDqColParts), kDqCols = kDqLeast <= 
 static_assert(kDqCols * kDqColParts >= kHeadDim, "the warps' parts cover it, and none crosses the edge of a panel");
 static_assert(kBlockQ % kRowBlock == 0 && kDqRows % 16 == 0, "whole blocks of rows, whole fragments");
 
-// Offsets in shared memory.
-constexpr i32 kWeightBytes = kPairRows * kStep * 2, kAddendBytes = kMaskOrBias ? kStep * Staging<kPairRows>::kRow * 4 : 0;
-constexpr i32 kAtV = TileK::kBytes, kAtQ = kAtV + TileV::kBytes, kAtO = kAtQ + 2 * TileQ::kBytes;
-constexpr i32 kAtWeights = kAtO + 2 * TileO::kBytes, kAtRows = kAtWeights + 2 * kPairs * kWeightBytes;
-constexpr i32 kAtSums = kAtRows + 4 * kBlockQ * 4 , kAtAddends = kAtSums + 3 * TileS::kBytes;
-constexpr i32 kAtPass = kAtAddends + kPairs * kAddendBytes, kUsedBytes = kAtPass + kPassBytes;
-static_assert(kUsedBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
+using TileS = Tile<kBlockKV, kBlockQ>;     // dA^T
+constexpr i32 kUsedBytes = kPairsEnd + 3 * TileS::kBytes;
+static_assert(kUsedBytes + 128 == kSharedBytes && kPairsEnd % 128 == 0, "the launch gives as much, and room to align");
 
-struct Backward {
-  const Params& p;
-  Pass& pass;
-  u32 shared;
-  i32 pair;
-  Reader<TileK, true> read_keys{pair * kPairRows};
-  Reader<TileQ, false> read_q;
-  Reader<TileO, false> read_o;
-  Reader<TileQ, true> sum_q;
-  Reader<TileO, true> sum_o;
-  Operand<kR / 2, kKeysInRegisters ? kWideDim : 16> own_keys;      // of the pair: K in its first warp, V in the second
+struct Backward : Pair {
+  CF_DEVICE u32 s_tile(i32 x) const { return shared + kPairsEnd + u32(x) % 3u * TileS::kBytes; }
 
-  CF_DEVICE u32 q_tile(i32 x) const { return shared + kAtQ + u32(x) % 2u * TileQ::kBytes; }
-  CF_DEVICE u32 o_tile(i32 x) const { return shared + kAtO + u32(x) % 2u * TileO::kBytes; }
-  CF_DEVICE u32 s_tile(i32 x) const { return shared + kAtSums + u32(x) % 3u * TileS::kBytes; }
-  CF_DEVICE u32 weights_of(i32 step) const {
-    return shared + kAtWeights + (pair * 2 + step % 2) * kWeightBytes + lane_index() * 16;
-  }
-  CF_DEVICE u32 row_stats(i32 x) const { return shared + kAtRows + u32(x) % 2u * (2 * kBlockQ * 4); }      // lse, delta
-
-  CF_DEVICE i32 col() const { return pass.col() + pair * kPairRows; }      // the first key of the pair
-
-  CF_DEVICE void load_keys() const {
-    const ElementRows k = rows_of<const Element>(p.call.k, p.k, pass.item, pass.work.head);
-    const ElementRows v = rows_of<const Element>(p.call.v, p.v, pass.item, pass.work.head);
-    load_tile<TileK>(shared, k, pass.col(), pass.sight.kv_length, p.head_dim, thread_index());
-    load_tile<TileV>(shared + kAtV, v, pass.col(), pass.sight.kv_length, p.head_dim_v, thread_index());
+  CF_DEVICE void load_stats(i32 x) const {
+    const i32 me = thread_index();
+    if (me < kBlockQ / 2) cp_async_16(row_stats(x) + me * 16, pass.head(x).stats + (2 * pass.at(x).row + me * 4));
   }
 
-  // Starts copies of tile x. The first warps of the pairs do so: the second ones will wait for their adds to be seen, and
-  // would wait for their copies, too.
-  CF_DEVICE void load_queries(i32 x) const {
-    constexpr i32 kCopying = 32 * kPairs;
-    const Head& head = pass.head(x);
-    const i32 me = i32(opaque(thread_index())), row = pass.at(x).row, q_length = pass.sight.q_length;
-    if (head.packed && row + kBlockQ <= q_length) {
-      const u32 to = TileQ::place(me / 8, me % 8);
-      const Element* q_from = head.q + ((row + me / 8) * p.q.row + me % 8 * 8);
-      const Element* o_from = head.dout + ((row + me / 8) * p.dout.row + me % 8 * 8);
-      load_whole_tile<TileQ, kCopying>(q_tile(x) + to, q_from, p.q.row, me);
-      load_whole_tile<TileO, kCopying>(o_tile(x) + to, o_from, p.dout.row, me);
-    } else {
-      load_tile<TileQ, kCopying>(q_tile(x), {head.q, p.q.row, p.q.col}, row, q_length, p.head_dim, me);
-      load_tile<TileO, kCopying>(o_tile(x), {head.dout, p.dout.row, p.dout.col}, row, q_length, p.head_dim_v, me);
-    }
-    if (me < kBlockQ / 2) cp_async_16(row_stats(x) + me * 16, head.stats + (2 * row + me * 4));
-  }
-
-  // acc = (the pair's rows of a key tile) b^T, for the step's rows of tile b.
-  template <class TileB, int kDepth>
-  CF_DEVICE void multiply_keys(Scores& acc, u32 keys, u32 b, const Reader<TileB, false>& read_b, i32 step_row) const {
-    const u32 tile = u32(opaque(keys));
-    const auto load = [&](u32(&left)[kR / 2][4], int k) {
-      CF_UNROLL
-      for (int t = 0; t < kR / 2; ++t) {
-        if constexpr (kKeysInRegisters) {
-          CF_UNROLL
-          for (int n = 0; n < 4; ++n) left[t][n] = own_keys.word[k][t][n];
-        } else {
-          ldmatrix_x4(left[t], read_keys.block(tile, 16 * t, 16 * k));
-        }
-      }
-    };
-    multiply_by_transposed<TileB, kDepth>(acc, load, b, read_b, step_row, [](int) {});
-  }
-
-  // Pairs that positions and lengths forbid get 0; the step's queries begin at `row`.
-  CF_DEVICE void select(Scores& s, i32 row) const { RowBounds::of_key(pass.sight, col()).select(s, row, 0.0f); }
-
-  // What the first warp of a pair does with a step: weights into shared memory and into dv.
-  CF_DEVICE void give_weights(Accumulator& dv, i32 x, i32 step_row, bool whole) const {
-    const i32 head = pass.at(x).head, row = pass.at(x).row + step_row;
-    const ScoreRules<true> rules{score_terms_of<float>(p, pass.item, head), pass.sight};
-    Scores s, derivative;
-    multiply_keys<TileQ, kHeadDim>(s, shared, q_tile(x), read_q, step_row);
-    const u32 staged = shared + kAtAddends + pair * kAddendBytes;
-    if constexpr (kMaskOrBias) {
-      const AddendSource source{addends_of(p, pass.item, head), pass.sight.q_length, pass.sight.kv_length};
-      source.stage<kStep, kPairRows>(staged, row, col());
-    }
-    if constexpr (!kPlainScores) rules.scale(s, derivative, col(), row, staged);
-    const float factor = kPlainScores ? rules.terms.scale * kLog2e : kLog2e;
-    const u32 lse_at = row_stats(x) + (step_row + fragment_col(0)) * 4;
-    CF_UNROLL
-    for (int w = 0; w < kC; w += 2) {
-      float lse[2];
-      ld_shared_f32x2(lse[0], lse[1], lse_at + w / 2 * 32);
-      CF_UNROLL
-      for (int u = 0; u < kR; ++u) {
-        CF_UNROLL
-        for (int y = 0; y < 2; ++y) {
-          s[u][w + y] = weight_from(s[u][w + y], factor, -lse[y]);
-        }
-      }
-    }
-    if (!whole) select(s, row);
-    Weighted given, kept;
-    Scores sent;
-    CF_UNROLL
-    for (int u = 0; u < kR; ++u) {
-      CF_UNROLL
-      for (int w = 0; w < kC; ++w) {
-        const bool capped = kSoftcapOrAlibi && rules.terms.softcap > 0.0f;
-        sent[u][w] = capped ? s[u][w] * derivative[u][w] : s[u][w];
-      }
-    }
-    if constexpr (kDropout) {
-      const Dropper dropper = dropper_of(p, pass.item, head);
-      CF_UNROLL
-      for (int w = 0; w < kC; w += 4) {
-        CF_UNROLL
-        for (int u = 0; u < kR; u += 2) {
-          const Words words = dropper.words_at<true>(row + 4 * w, col() + 8 * u);
-          CF_UNROLL
-          for (int n = 0; n < 8; ++n) {
-            const bool drops = dropper.drops(words, n / 4, n % 4);
-            float& weight = s[u + n / 4][w + n % 4];
-            float& signed_weight = sent[u + n / 4][w + n % 4];
-            weight = drops ? 0.0f : weight;
-            signed_weight = drops ? -signed_weight : signed_weight;
-          }
-        }
-      }
-    }
-    round_to(given, sent);
-    CF_UNROLL
-    for (int n = 0; n < kStep / 16 * (kR / 2); ++n) {
-      st_shared_128(weights_of(x * (kBlockQ / kStep) + step_row / kStep) + n * 512, given.word[n / (kR / 2)][n % (kR / 2)]);
-    }
-    barrier_sync_aligned(1 + pair, 64);      // the weights are there; those of two steps ago have been read
-    if constexpr (kSoftcapOrAlibi || kDropout) round_to(kept, s);
-    else kept = given;
-    multiply<TileO, kStep>(dv, kept, o_tile(x), sum_o, step_row);
-  }
-
-  // What the second warp does: dA^T from them, into dk.
-  CF_DEVICE void take_weights(Accumulator& dk, i32 x, i32 step_row, bool whole) const {
-    Scores dp;
-    multiply_keys<TileO, kHeadDimV>(dp, shared + kAtV, o_tile(x), read_o, step_row);
-    const float kept_scale = kDropout ? dropout_scale<float>(p) : 1.0f;
-    if (step_row == 0) publish(x - 2);
-    const u32 delta_at = row_stats(x) + (kBlockQ + step_row + fragment_col(0)) * 4;
-    float delta[kC];
-    CF_UNROLL
-    for (int w = 0; w < kC; w += 2) ld_shared_f32x2(delta[w], delta[w + 1], delta_at + w / 2 * 32);
-    barrier_sync_aligned(1 + pair, 64);      // as above
-    CF_UNROLL
-    for (int n = 0; n < kStep / 16 * (kR / 2); ++n) {
-      const int k = n / (kR / 2), t = n % (kR / 2);
-      u32 words[4];
-      ld_shared_128(words, weights_of(x * (kBlockQ / kStep) + step_row / kStep) + n * 512);
-      CF_UNROLL
-      for (int x4 = 0; x4 < 8; ++x4) {
-        const int u = 2 * t + x4 / 2 % 2, w = 4 * k + x4 / 4 * 2 + x4 % 2;
-        const float weight = convert<float>(Element{u16(words[x4 / 2] >> (x4 % 2 * 16))});
-        float gain = dp[u][w] - delta[w];
-        const bool drops = kDropout && (words[x4 / 2] >> (x4 % 2 * 16 + 15)) % 2 != 0;
-        if constexpr (kDropout) gain = drops ? -delta[w] : fused(dp[u][w], kept_scale, -delta[w]);
-        const float size = kDropout ? absolute(weight) : weight;
-        dp[u][w] = score_gradient(size, gain);
-      }
-    }
-    if (!whole) select(dp, pass.at(x).row + step_row);
-    Weighted rounded;
-    round_to(rounded, dp);
+  // dA^T of a step goes where all warps find it.
+  CF_DEVICE void leave(const Weighted& rounded, i32 x, i32 step_row) const {
     CF_UNROLL
     for (int k = 0; k < kStep / 16; ++k) {
       CF_UNROLL
@@ -231,7 +56,6 @@ struct Backward {
         st_shared_32(s_tile(x) + TileS::place(key, chunk) + lane_index() % 4 * 4, rounded.word[k][n / 4][n % 4]);
       }
     }
-    multiply<TileQ, kStep>(dk, rounded, q_tile(x), sum_q, step_row);
   }
 
   CF_DEVICE u32* turn_of(i32 x) const { return pass.head(x).turns + pass.at(x).row / kRowBlock; }
@@ -285,6 +109,13 @@ struct Backward {
     if (lane_index() == 0) red_release_increment(turn_of(x));
   }
 
+  CF_DEVICE void take_step(Accumulator& dk, i32 x, i32 step_row, bool whole) const {
+    const auto meanwhile = [&] {
+      if (step_row == 0) publish(x - 2);
+    };
+    take_weights(dk, x, step_row, whole, meanwhile, [&](const Weighted& rounded) { leave(rounded, x, step_row); });
+  }
+
   // Walks all queries; `acc` is dv in the first warp of a pair and dk in the second.
   CF_DEVICE void walk(Accumulator& acc, bool first_of_pair) {
     CF_UNROLL_1
@@ -293,23 +124,23 @@ struct Backward {
       if (thread_index() == 0) pass.begin(p, loop);
       block_barrier();        // the pass is there
       if (pass.tiles == 0) continue;
-      load_keys();
+      begin_keys();
       CF_UNROLL_1
       for (i32 x = -1; x <= pass.tiles + 1; ++x) {
         cp_async_wait_group<0>();
         block_barrier();        // tile x is there for everyone, and dA^T of the one before; nobody reads that one any more
-        if (first_of_pair && x + 1 < pass.tiles) load_queries(x + 1);
+        // The second warps will wait for their adds to be seen, and would wait for their copies, too.
+        if (first_of_pair && x + 1 < pass.tiles) load_queries(x + 1), load_stats(x + 1);
         cp_async_commit_group();
         if (kKeysInRegisters && x == 0) load_operand(own_keys, first_of_pair ? shared : shared + kAtV, read_keys, 0);
         if (!first_of_pair) sum_queries(x - 2);
         if (thread_index() == kThreads / 2 && x + 2 < pass.tiles) pass.begin_tile(p, x + 2);
         if (x >= 0 && x < pass.tiles) {
-          const i32 row = pass.at(x).row;
-          const bool whole = pass.whole[pair].covers(row, smaller(row + kBlockQ, pass.sight.q_length));
+          const bool whole = sees_whole(x);
           CF_UNROLL_1
           for (i32 step_row = 0; step_row < kBlockQ; step_row += kStep) {
             if (first_of_pair) give_weights(acc, x, step_row, whole);
-            else take_weights(acc, x, step_row, whole);
+            else take_step(acc, x, step_row, whole);
           }
         } else if (!first_of_pair) {
           publish(x - 2);
@@ -317,27 +148,6 @@ struct Backward {
         if (first_of_pair) sum_queries(x - 1);
       }
     }
-  }
-
-  // Writes dv or dk, times `factor`, through the rows of K or V that only the warp itself reads.
-  CF_DEVICE void store(Accumulator& acc, float factor, const Target& target, u32 staging) const {
-    if (target.base == nullptr) return;
-    CF_UNROLL
-    for (int u = 0; u < kR; ++u) {
-      CF_UNROLL
-      for (int w = 0; w < kWideDim / 4; ++w) acc[u][w] *= factor;
-    }
-    store_tile<TileK>(acc, target, col(), staging, pair * kPairRows);
-  }
-
-  CF_DEVICE void finish(Accumulator& acc, bool first_of_pair) const {
-    const Item item = item_at(p, pass.work.own, 0);
-    const bool accumulate = p.accumulate != 0;
-    block_barrier();         // nobody reads the keys any more
-    const Target dv = target_of(p.call.dv, p.dv, p.dv_kind, item, pass.work.head, p.seqlen_k, p.head_dim_v, accumulate);
-    const Target dk = target_of(p.call.dk, p.dk, p.dk_kind, item, pass.work.head, p.seqlen_k, p.head_dim, accumulate);
-    if (first_of_pair) store(acc, kDropout ? dropout_scale<float>(p) : 1.0f, dv, shared);
-    else store(acc, float(p.call.scale), dk, shared + kAtV);
   }
 };
 
@@ -351,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_bac
     pass.work = place_of(p, block);
   }
   const i32 warp = uniform(warp_index());
-  Backward backward{p, pass, shared, warp % kPairs};
+  Backward backward{{p, pass, shared, warp % kPairs}};
   Accumulator acc;
   clear(acc);
   backward.walk(acc, warp < kPairs);

@@ -1,5 +1,5 @@
-// What the threads of a block of the one-kernel backward share besides tiles: which keys are theirs, which queries come, and
-// where their rows lie. One thread works it out for all, and it stays in shared memory: registers are too dear to hold it.
+// What the threads of a backward's block that owns keys share besides tiles: which keys are theirs, which queries come, and
+// where their rows lie. Few threads work it out for all, and it stays in shared memory: registers are too dear to hold it.
 #pragma once
 #include "attn/backward_rows.cuh"
 #include "attn/schedule.cuh"
@@ -58,13 +58,16 @@ struct Pass {
     first_row = first * kBlockQ;
     last_row = (stop - 1) * kBlockQ;
     tiles = (stop - first) * group;
-    CF_UNROLL_1
-    for (i32 n = 0; n < kPairs; ++n) {
-      const i32 first_key = col() + n * kPairRows;
-      whole[n] = seen.rows_of_all(first_key, first_key + kPairRows);
-    }
+  }
+
+  // What is not needed at once: the first tile, and what pair n sees.
+  CF_DEVICE void begin_first_tile(const Params& p) {
     cursors[0] = {work.head * group, last_row};
     begin_head(p, cursors[0].head);
+  }
+  CF_DEVICE void begin_pair(i32 n) {
+    const i32 first_key = col() + n * kPairRows;
+    whole[n] = sight.rows_of_all(first_key, first_key + kPairRows);
   }
 
   // After tile x - 1 comes tile x.

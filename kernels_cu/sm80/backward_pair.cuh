@@ -1,0 +1,240 @@
+// What a pair of warps does in a backward that owns keys: dv and dk of kPairRows of them, from a step of queries at a time.
+//
+//   P = exp(S - lse)     dv += (r * P)^T dO     dS = P * (r * dP - delta')     dA = dS * d(c)/d(a)     dk += scale * dA^T q
+//
+// The first warp of a pair computes S^T = K Q^T and owns dv, the second dP^T = V dO^T and owns dk. With keys on rows, P^T
+// and dA^T leave the accumulators as operands of the next product; P^T crosses from one warp to the other, rounded, and its
+// sign says what dropout took.
+//
+//   a step  | first warp   S^T = K Q^T     P^T -> shared     # pair    dv += P^T dO
+//           | second warp  dP^T = V dO^T                     # pair    P^T <- shared    dA^T    dk += dA^T Q
+//
+// Shared memory: K, V (later the staging of dv, dk), two tiles of Q and dO, P of each pair, lse and delta, addends, the pass.
+#pragma once
+#include "sm80/backward_pass.cuh"
+#include "sm80/store.cuh"
+#include "sm80/weights.cuh"
+
+constexpr i32 kWideDim = larger(kHeadDim, kHeadDimV);
+constexpr bool kKeysInRegisters = kWideDim <= 64 && kPlainScores && !kDropout;      // where they have room
+static_assert(kBlockKV % (16 * kPairs) == 0 && kBlockQ % kStep == 0 && kStep % 16 == 0, "whole fragments");
+
+using TileK = Tile<kBlockKV, kWideDim>;
+using TileV = Tile<kBlockKV, kWideDim>;
+using TileQ = Tile<kBlockQ, kHeadDim>;
+using TileO = Tile<kBlockQ, kHeadDimV>;
+using Scores = float[kR][kC];
+using Accumulator = float[kR][kWideDim / 4];
+using Weighted = Operand<kR / 2, kStep>;
+
+// Offsets in shared memory.
+constexpr i32 kWeightBytes = kPairRows * kStep * 2, kAddendBytes = kMaskOrBias ? kStep * Staging<kPairRows>::kRow * 4 : 0;
+constexpr i32 kAtV = TileK::kBytes, kAtQ = kAtV + TileV::kBytes, kAtO = kAtQ + 2 * TileQ::kBytes;
+constexpr i32 kWeightStages = kStep < kBlockQ ? 2 : 1;      // a pair meets at each step, the block at each tile
+constexpr i32 kAtWeights = kAtO + 2 * TileO::kBytes, kAtRows = kAtWeights + kWeightStages * kPairs * kWeightBytes;
+constexpr i32 kAtAddends = kAtRows + 4 * kBlockQ * 4, kAtPass = kAtAddends + kPairs * kAddendBytes;
+constexpr i32 kPairsEnd = kAtPass + kPassBytes;
+
+struct Pair {
+  const Params& p;
+  Pass& pass;
+  u32 shared;
+  i32 pair;
+  Reader<TileK, true> read_keys{pair * kPairRows};
+  Reader<TileQ, false> read_q;
+  Reader<TileO, false> read_o;
+  Operand<kR / 2, kKeysInRegisters ? kWideDim : 16> own_keys;      // of the pair: K in its first warp, V in the second
+
+  // Registers are too dear to hold what follows from it.
+  CF_DEVICE static u32 own_lane() { return u32(opaque(lane_index())); }
+
+  CF_DEVICE u32 q_tile(i32 x) const { return shared + kAtQ + u32(x) % 2u * TileQ::kBytes; }
+  CF_DEVICE u32 o_tile(i32 x) const { return shared + kAtO + u32(x) % 2u * TileO::kBytes; }
+  CF_DEVICE u32 weights_of(i32 step) const {
+    return shared + kAtWeights + (pair * kWeightStages + step % kWeightStages) * kWeightBytes + lane_index() * 16;
+  }
+  CF_DEVICE u32 row_stats(i32 x) const { return shared + kAtRows + u32(x) % 2u * (2 * kBlockQ * 4); }      // lse, delta
+
+  CF_DEVICE i32 col() const { return pass.col() + pair * kPairRows; }      // the first key of the pair
+
+  // Whether all queries of tile x see every key of the pair.
+  CF_DEVICE bool sees_whole(i32 x) const {
+    const i32 row = pass.at(x).row;
+    return pass.whole[pair].covers(row, smaller(row + kBlockQ, pass.sight.q_length));
+  }
+
+  // Between two barriers: the pass is there, and nobody asks for its tiles yet.
+  CF_DEVICE void begin_keys() const {
+    if (thread_index() == 32 * kPairs) pass.begin_first_tile(p);
+    if (thread_index() == 32u * pair) pass.begin_pair(pair);
+    load_keys();
+  }
+
+  CF_DEVICE void load_keys() const {
+    const ElementRows k = rows_of<const Element>(p.call.k, p.k, pass.item, pass.work.head);
+    const ElementRows v = rows_of<const Element>(p.call.v, p.v, pass.item, pass.work.head);
+    load_tile<TileK>(shared, k, pass.col(), pass.sight.kv_length, p.head_dim, thread_index());
+    load_tile<TileV>(shared + kAtV, v, pass.col(), pass.sight.kv_length, p.head_dim_v, thread_index());
+  }
+
+  // Starts copies of tile x, in the first warps of the pairs.
+  CF_DEVICE void load_queries(i32 x) const {
+    constexpr i32 kCopying = 32 * kPairs;
+    const Head& head = pass.head(x);
+    const i32 me = i32(opaque(thread_index())), row = pass.at(x).row, q_length = pass.sight.q_length;
+    if (head.packed && row + kBlockQ <= q_length) {
+      const u32 to = TileQ::place(me / 8, me % 8);
+      const Element* q_from = head.q + ((row + me / 8) * p.q.row + me % 8 * 8);
+      const Element* o_from = head.dout + ((row + me / 8) * p.dout.row + me % 8 * 8);
+      load_whole_tile<TileQ, kCopying>(q_tile(x) + to, q_from, p.q.row, me);
+      load_whole_tile<TileO, kCopying>(o_tile(x) + to, o_from, p.dout.row, me);
+    } else {
+      load_tile<TileQ, kCopying>(q_tile(x), {head.q, p.q.row, p.q.col}, row, q_length, p.head_dim, me);
+      load_tile<TileO, kCopying>(o_tile(x), {head.dout, p.dout.row, p.dout.col}, row, q_length, p.head_dim_v, me);
+    }
+  }
+
+  // acc = (the pair's rows of a key tile) b^T, for the step's rows of tile b.
+  template <class TileB, int kDepth>
+  CF_DEVICE void multiply_keys(Scores& acc, u32 keys, u32 b, const Reader<TileB, false>& read_b, i32 step_row) const {
+    const u32 tile = u32(opaque(keys));
+    const auto load = [&](u32(&left)[kR / 2][4], int k) {
+      CF_UNROLL
+      for (int t = 0; t < kR / 2; ++t) {
+        if constexpr (kKeysInRegisters) {
+          CF_UNROLL
+          for (int n = 0; n < 4; ++n) left[t][n] = own_keys.word[k][t][n];
+        } else {
+          ldmatrix_x4(left[t], read_keys.block(tile, 16 * t, 16 * k));
+        }
+      }
+    };
+    multiply_by_transposed<TileB, kDepth>(acc, load, b, read_b, step_row, [](int) {});
+  }
+
+  // Pairs that positions and lengths forbid get 0; the step's queries begin at `row`.
+  CF_DEVICE void select(Scores& s, i32 row) const { RowBounds::of_key(pass.sight, col()).select(s, row, 0.0f); }
+
+  // What the first warp of a pair does with a step: weights into shared memory and into dv.
+  CF_DEVICE void give_weights(Accumulator& dv, i32 x, i32 step_row, bool whole) const {
+    const i32 head = pass.at(x).head, row = pass.at(x).row + step_row;
+    const ScoreRules<true> rules{score_terms_of<float>(p, pass.item, head), pass.sight};
+    Scores s, derivative;
+    multiply_keys<TileQ, kHeadDim>(s, shared, q_tile(x), read_q, step_row);
+    const u32 staged = shared + kAtAddends + pair * kAddendBytes;
+    if constexpr (kMaskOrBias) {
+      const AddendSource source{addends_of(p, pass.item, head), pass.sight.q_length, pass.sight.kv_length};
+      source.stage<kStep, kPairRows>(staged, row, col());
+    }
+    if constexpr (!kPlainScores) rules.scale(s, derivative, col(), row, staged);
+    const float factor = kPlainScores ? rules.terms.scale * kLog2e : kLog2e;
+    const u32 lse_at = row_stats(x) + (step_row + fragment_col(0)) * 4;
+    CF_UNROLL
+    for (int w = 0; w < kC; w += 2) {
+      float lse[2];
+      ld_shared_f32x2(lse[0], lse[1], lse_at + w / 2 * 32);
+      CF_UNROLL
+      for (int u = 0; u < kR; ++u) {
+        CF_UNROLL
+        for (int y = 0; y < 2; ++y) {
+          s[u][w + y] = weight_from(s[u][w + y], factor, -lse[y]);
+        }
+      }
+    }
+    if (!whole) select(s, row);
+    Weighted given, kept;
+    Scores sent;
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      CF_UNROLL
+      for (int w = 0; w < kC; ++w) {
+        const bool capped = kSoftcapOrAlibi && rules.terms.softcap > 0.0f;
+        sent[u][w] = capped ? s[u][w] * derivative[u][w] : s[u][w];
+      }
+    }
+    if constexpr (kDropout) {
+      const Dropper dropper = dropper_of(p, pass.item, head);
+      CF_UNROLL
+      for (int w = 0; w < kC; w += 4) {
+        CF_UNROLL
+        for (int u = 0; u < kR; u += 2) {
+          const Words words = dropper.words_at<true>(row + 4 * w, col() + 8 * u);
+          CF_UNROLL
+          for (int n = 0; n < 8; ++n) {
+            const bool drops = dropper.drops(words, n / 4, n % 4);
+            float& weight = s[u + n / 4][w + n % 4];
+            float& signed_weight = sent[u + n / 4][w + n % 4];
+            weight = drops ? 0.0f : weight;
+            signed_weight = drops ? -signed_weight : signed_weight;
+          }
+        }
+      }
+    }
+    round_to(given, sent);
+    CF_UNROLL
+    for (int n = 0; n < kStep / 16 * (kR / 2); ++n) {
+      st_shared_128(weights_of(x * (kBlockQ / kStep) + step_row / kStep) + n * 512, given.word[n / (kR / 2)][n % (kR / 2)]);
+    }
+    barrier_sync_aligned(1 + pair, 64);      // the weights are there; those of two steps ago have been read
+    if constexpr (kSoftcapOrAlibi || kDropout) round_to(kept, s);
+    else kept = given;
+    multiply<TileO, kStep>(dv, kept, o_tile(x), Reader<TileO, true>(0, 0, own_lane()), step_row);
+  }
+
+  // What the second warp does: dA^T from them, into dk. `meanwhile` is called after the first
+  // product, `leave` with dA^T.
+  template <class Meanwhile, class Leave>
+  CF_DEVICE void take_weights(Accumulator& dk, i32 x, i32 step_row, bool whole, Meanwhile meanwhile, Leave leave) const {
+    Scores dp;
+    multiply_keys<TileO, kHeadDimV>(dp, shared + kAtV, o_tile(x), read_o, step_row);
+    meanwhile();
+    const float kept_scale = kDropout ? dropout_scale<float>(p) : 1.0f;
+    const u32 delta_at = row_stats(x) + (kBlockQ + step_row + fragment_col(0)) * 4;
+    float delta[kC];
+    CF_UNROLL
+    for (int w = 0; w < kC; w += 2) ld_shared_f32x2(delta[w], delta[w + 1], delta_at + w / 2 * 32);
+    barrier_sync_aligned(1 + pair, 64);      // as above
+    CF_UNROLL
+    for (int n = 0; n < kStep / 16 * (kR / 2); ++n) {
+      const int k = n / (kR / 2), t = n % (kR / 2);
+      u32 words[4];
+      ld_shared_128(words, weights_of(x * (kBlockQ / kStep) + step_row / kStep) + n * 512);
+      CF_UNROLL
+      for (int x4 = 0; x4 < 8; ++x4) {
+        const int u = 2 * t + x4 / 2 % 2, w = 4 * k + x4 / 4 * 2 + x4 % 2;
+        const float weight = convert<float>(Element{u16(words[x4 / 2] >> (x4 % 2 * 16))});
+        float gain = dp[u][w] - delta[w];
+        const bool drops = kDropout && (words[x4 / 2] >> (x4 % 2 * 16 + 15)) % 2 != 0;
+        if constexpr (kDropout) gain = drops ? -delta[w] : fused(dp[u][w], kept_scale, -delta[w]);
+        const float size = kDropout ? absolute(weight) : weight;
+        dp[u][w] = score_gradient(size, gain);
+      }
+    }
+    if (!whole) select(dp, pass.at(x).row + step_row);
+    Weighted rounded;
+    round_to(rounded, dp);
+    leave(rounded);
+    multiply<TileQ, kStep>(dk, rounded, q_tile(x), Reader<TileQ, true>(0, 0, own_lane()), step_row);
+  }
+
+  // Writes dv or dk, times `factor`, through the rows of K or V that only the warp itself reads.
+  CF_DEVICE void store(Accumulator& acc, float factor, const Target& target, u32 staging) const {
+    if (target.base == nullptr) return;
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      CF_UNROLL
+      for (int w = 0; w < kWideDim / 4; ++w) acc[u][w] *= factor;
+    }
+    store_tile<TileK>(acc, target, col(), staging, pair * kPairRows);
+  }
+
+  CF_DEVICE void finish(Accumulator& acc, bool first_of_pair) const {
+    const Item item = item_at(p, pass.work.own, 0);
+    const bool accumulate = p.accumulate != 0;
+    block_barrier();         // nobody reads the keys any more
+    const Target dv = target_of(p.call.dv, p.dv, p.dv_kind, item, pass.work.head, p.seqlen_k, p.head_dim_v, accumulate);
+    const Target dk = target_of(p.call.dk, p.dk, p.dk_kind, item, pass.work.head, p.seqlen_k, p.head_dim, accumulate);
+    if (first_of_pair) store(acc, kDropout ? dropout_scale<float>(p) : 1.0f, dv, shared);
+    else store(acc, float(p.call.scale), dk, shared + kAtV);
+  }
+};
