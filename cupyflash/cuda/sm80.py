@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES = 128  # of swizzled tiles; dynamic shared memory is rounded up to it
 FRAGMENT = 16  # rows and columns that an mma instruction takes
-PLACE_BYTES = 192  # of what the threads of a forward share besides tiles
+PLACE_BYTES = 256  # of what the threads of a forward share besides tiles
 Q_PASS_BYTES, PASS_BYTES = 256, 640  # of a backward_q, of a backward that owns keys
 SMALL_HEAD_DIM = 64
 HELD_BYTES = 2**25
@@ -30,6 +30,7 @@ class Geometry(NamedTuple):
     head_dim: int
     head_dim_v: int
     ahead: bool = False  # forward: the next step's products stand among this step's exponentials
+    held: bool = False  # forward: a warp's queries stay in registers
     addends: bool = False  # a mask or a bias is staged in shared memory
     split: bool = False  # forward: keys are cut into runs
     ordered: bool = True  # backward: adds to dq in a fixed order
@@ -40,6 +41,7 @@ class Geometry(NamedTuple):
         words = [dims, f"q{self.block_q}", f"kv{self.block_kv}", f"s{self.step}", f"t{self.threads}"]
         flags = {
             "ahead": self.ahead,
+            "held": self.held,
             "split": self.split,
             "unordered": not self.ordered,
         }
@@ -57,6 +59,7 @@ class Geometry(NamedTuple):
             "kHeadDim": self.head_dim,
             "kHeadDimV": self.head_dim_v,
             "kAhead": self.ahead,
+            "kHeld": self.held,
             "kSplit": self.split,
             "kStages": self.stages,
             "kOrdered": self.ordered,
@@ -142,8 +145,8 @@ def _row(threads: int, occupancy: int, block_q: int, block_kv: int, step: int, b
 PLAIN, DROPOUT, ANY = "plain", "dropout", "any"
 _ROWS = {
     ("forward", PLAIN): (
-        _row(128, 2, 128, 128, 64, 64),
-        _row(128, 2, 128, 64, 64, 64),
+        _row(128, 2, 128, 128, 64, 64)._replace(held=True),
+        _row(128, 2, 128, 64, 64, 64)._replace(held=True),
         _row(128, 2, 128, 64, 64, 128),
         _row(128, 2, 128, 32, 32, 128),
         _row(256, 1, 128, 64, 64, 256),
@@ -151,8 +154,8 @@ _ROWS = {
         _row(128, 1, 64, 16, 16, 256),
     ),
     ("forward", DROPOUT): (
-        _row(128, 2, 128, 64, 64, 64),
-        _row(128, 2, 128, 64, 32, 128),
+        _row(128, 2, 128, 64, 64, 64)._replace(held=True),
+        _row(128, 2, 128, 64, 64, 128),
         _row(128, 2, 128, 32, 32, 128),
         _row(128, 2, 64, 32, 16, 256),
         _row(128, 1, 64, 16, 16, 256),
@@ -246,6 +249,13 @@ TABLE: dict[Any, tuple[Geometry, ...]] = {
     (kernel, 4, options): _rows(kernel, options)
     for kernel in KERNELS
     for options in itertools.product((False, True), repeat=3)
+}
+# The same for one compute capability: on these the compiler finds no room for queries in registers.
+TABLE |= {
+    (*key, cc): tuple(row._replace(held=False) for row in rows)
+    for key, rows in list(TABLE.items())
+    if any(row.held for row in rows)
+    for cc in (80, 86, 87, 89, 120)
 }
 
 

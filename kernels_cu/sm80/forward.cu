@@ -2,91 +2,32 @@
 //
 // A block owns kBlockQ queries of one head, a warp kBlockQ / kWarps of them and all of the output's columns; keys come
 // in tiles of kBlockKV through shared memory, and are taken in steps of kStep, weights optimistically (sm80/weights.cuh).
-// With kAhead the products of step i + 1 stand in the code among the
-// exponentials of step i; long steps without it read less from shared memory and are faster where registers allow them
-// (H200, 2026-11-29: 1.1 times at D 128).
+// With kAhead the products of step i + 1 stand in the code among the exponentials of step i; long steps without it read
+// less from shared memory and are faster where registers allow them. With kHeld a warp's queries stay in registers.
 //
 //   tile j        | wait for K(j + 1), V(j); start copies of K(j + 2), V(j + 1)
 //     each step i | S = Q K^T    P = exp(S), dropout    check    O += P V
-//
-// Shared memory: Q, three tiles of K, two of V, addends of a step where there are any; a warp's rows of Q become its
-// staging area for the output.
-#include "attn/schedule.cuh"
+#include "sm80/forward_copies.cuh"
 #include "sm80/store.cuh"
 #include "sm80/weights.cuh"
 
-constexpr i32 kWarpRows = kBlockQ / kWarps, kR = kWarpRows / 8, kC = kStep / 4, kO = kHeadDimV / 4;
 static_assert(kPlainScores || !kAhead, "only plain scores are taken ahead of time");
-constexpr i32 kWideDim = larger(kHeadDim, kHeadDimV);
-static_assert(kBlockQ % (16 * kWarps) == 0 && kBlockKV % kStep == 0 && kStep % 16 == 0, "whole fragments");
-
-using TileQ = Tile<kBlockQ, kWideDim>;     // and the staging area of the output
-using TileK = Tile<kBlockKV, kHeadDim>;
-using TileV = Tile<kBlockKV, kHeadDimV>;
-
-// Offsets in shared memory.
-constexpr i32 kAtK = TileQ::kBytes, kAtV = kAtK + 3 * TileK::kBytes, kAtAddends = kAtV + 2 * TileV::kBytes;
-constexpr i32 kAddendBytes = kMaskOrBias ? kWarpRows * Staging<kStep>::kRow * 4 : 0;      // of a warp and step
-constexpr i32 kAtPlace = kAtAddends + kWarps * kAddendBytes, kPlaceBytes = 192, kUsedBytes = kAtPlace + kPlaceBytes;
-static_assert(kUsedBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
-
 using Scores = float[kR][kC];
 
-// What a block works on: a tile of queries, in p.splits runs of keys if kSplit. It lies in shared memory: registers are
-// too dear to hold it.
-struct Place {
-  Item item;
-  Visibility sight;
-  i32 head, block_row, split;      // the first row of the tile
-  AddendSource addends;
-
-  CF_DEVICE void begin(const Params& p) {
-    const i32 tiles = ceil_div(p.seqlen_q, kBlockQ), splits = kSplit ? p.splits : 1;
-    const TileWork work = tile_work(block_index(), tiles, splits, p.heads_q, p.call.right < kUnbounded);
-    item = item_at(p, work.own, 0);
-    sight = visibility_of(p, item);
-    head = work.head;
-    block_row = work.tile * kBlockQ;
-    split = work.split;
-    if constexpr (kMaskOrBias) addends = {addends_of(p, item, head), sight.q_length, sight.kv_length};
-  }
-};
-static_assert(sizeof(Place) <= kPlaceBytes, "there is room");
-
-struct Forward {
-  const Params& p;
-  const Place& at;
+struct Forward : Copies {
   ScoreRules<false> rules;
   Dropper dropper;
   i32 row;                             // first row of the warp
-  i32 key_stop, warp_start, warp_stop;  // keys of the block end; and of the warp, from the edge of a step
-  Interval whole;                      // keys that every query of the warp sees
+  i32 warp_start, warp_stop;           // keys of the warp, from the edge of a step
   float factor;                        // from products to base-2 exponents
-  ElementRows k, v;
-  u32 q_tile, k_tiles, v_tiles;
   Reader<TileQ, true> read_q{i32(warp_index()) * kWarpRows};
+  Operand<kR / 2, kHeld ? kHeadDim : 16> own_q;
   Reader<TileK, false> read_k;
   Reader<TileV, true> read_v;
   Weights<kR> weights;
   float out[kR][kO];
   u32 staging;                         // of the warp
   AddendBatch<kWarpRows, kMaskOrBias ? kStep : 16> coming;      // of the next step
-
-  CF_DEVICE u32 k_tile(i32 tile) const { return k_tiles + u32(tile) % 3u * TileK::kBytes; }
-  CF_DEVICE u32 v_tile(i32 tile) const { return v_tiles + u32(tile) % 2u * TileV::kBytes; }
-
-  CF_DEVICE void load_q() const {
-    const ElementRows rows = rows_of<const Element>(p.call.q, p.q, at.item, at.head);
-    load_tile<TileQ>(q_tile, rows, at.block_row, at.sight.q_length, p.head_dim, thread_index());
-  }
-  CF_DEVICE void load_k(i32 tile) const {
-    if (tile * kBlockKV >= key_stop) return;
-    load_tile<TileK>(k_tile(tile), k, tile * kBlockKV, at.sight.kv_length, p.head_dim, thread_index());
-  }
-  CF_DEVICE void load_v(i32 tile) const {
-    if (tile * kBlockKV >= key_stop) return;
-    load_tile<TileV>(v_tile(tile), v, tile * kBlockKV, at.sight.kv_length, p.head_dim_v, thread_index());
-  }
 
   // The queries take the sign of a negative scale. A warp's own rows, before anyone reads them.
   CF_DEVICE void negate_q() {
@@ -105,12 +46,19 @@ struct Forward {
   template <class Meanwhile> CF_DEVICE void multiply_scores(Scores& s, i32 col, Meanwhile meanwhile) const {
     const auto load = [&](u32(&left)[kR / 2][4], int k) {
       CF_UNROLL
-      for (int t = 0; t < kR / 2; ++t) ldmatrix_x4(left[t], read_q.block(q_tile, 16 * t, 16 * k));
+      for (int t = 0; t < kR / 2; ++t) {
+        if constexpr (kHeld) {
+          CF_UNROLL
+          for (int n = 0; n < 4; ++n) left[t][n] = own_q.word[k][t][n];
+        } else {
+          ldmatrix_x4(left[t], read_q.block(q_tile, 16 * t, 16 * k));
+        }
+      }
     };
     multiply_by_transposed<TileK, kHeadDim>(s, load, k_tile(col / kBlockKV), read_k, col % kBlockKV, meanwhile);
   }
 
-  CF_DEVICE bool sees_all(i32 col) const { return whole.covers(col, col + kStep); }
+  CF_DEVICE bool sees_all(i32 col) const { return at.whole[warp_index()].covers(col, col + kStep); }
 
   // What the exponentials of the step at `col` are taken of: products if scores are plain, else scores; selected.
   CF_DEVICE void begin(Scores& s, i32 col) {
@@ -227,17 +175,14 @@ struct Forward {
     cp_async_commit_group();
   }
 
-  // Walks the key tiles [first, last) of the block, at least one.
-  CF_DEVICE void run(i32 first, i32 last) {
-    load_k(first);
-    load_k(first + 1);
-    load_v(first);
-    cp_async_commit_group();
+  // Walks the key tiles of the block from `first`, at least one.
+  CF_DEVICE void run(i32 first) {
     Scores s;
     CF_UNROLL_1
-    for (i32 col = first * kBlockKV - (kMaskOrBias ? kStep : 0); col < last * kBlockKV; col += kStep) {
+    for (i32 col = first * kBlockKV - (kMaskOrBias ? kStep : 0); col < key_stop; col += kStep) {
       if (col % kBlockKV == 0) next_tile(col / kBlockKV);
       if (col == first * kBlockKV && p.call.scale < 0.0) negate_q();
+      if (kHeld && col == first * kBlockKV) load_operand(own_q, q_tile, read_q, 0);
       const bool mine = col >= warp_start && col < warp_stop;
       if constexpr (kMaskOrBias) {
         const bool any = mine && at.addends.lay_out(coming, staging, row, col);
@@ -303,27 +248,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_for
   Place& at = *reinterpret_cast<Place*>(storage + (shared - shared_address(storage)) + kAtPlace);
   if (thread_index() == 0) at.begin(p);
   block_barrier();       // it is there
-  const i32 kv_head = at.head / (p.heads_q / p.heads_kv), splits = kSplit ? p.splits : 1;
-  const i32 row = at.block_row + i32(warp_index()) * kWarpRows;
-  ScoreRules<false> rules{score_terms_of<float>(p, at.item, at.head), at.sight};
-  rules.terms.scale = absolute(rules.terms.scale);      // the queries take the sign
   const Visibility& sight = at.sight;
   const Interval block_keys = sight.keys_of_some(at.block_row, at.block_row + kBlockQ);
-  const Interval keys = sight.keys_of_some(row, row + kWarpRows);
   const i32 start = block_keys.start / kBlockKV, tiles = ceil_div(block_keys.stop, kBlockKV) - start;
+  const i32 kv_head = at.head / (p.heads_q / p.heads_kv), splits = kSplit ? p.splits : 1;
   const i32 first = start + i32(i64(tiles) * at.split / splits), last = start + i32(i64(tiles) * (at.split + 1) / splits);
+  const Copies copies{p, at, last * kBlockKV, rows_of<const Element>(p.call.k, p.k, at.item, kv_head),
+                      rows_of<const Element>(p.call.v, p.v, at.item, kv_head), shared};
+  const i32 row = at.block_row + i32(warp_index()) * kWarpRows;
+  if (lane_index() == 0) at.whole[warp_index()] = sight.keys_of_all(row, smaller(row + kWarpRows, sight.q_length));
+  warp_barrier();        // it is there
+  if (first < last) copies.load_first(first);
+  ScoreRules<false> rules{score_terms_of<float>(p, at.item, at.head), sight};
+  rules.terms.scale = absolute(rules.terms.scale);      // the queries take the sign
+  const Interval keys = sight.keys_of_some(row, row + kWarpRows);
   const i32 warp_start = larger(keys.start / kStep * kStep, first * kBlockKV), warp_stop = smaller(keys.stop, last * kBlockKV);
   const bool any = keys.start < keys.stop && warp_start < warp_stop;
-  Forward forward{p, at, rules, dropper_of(p, at.item, at.head), row, smaller(block_keys.stop, last * kBlockKV),
-                  any ? warp_start : -1, any ? warp_stop : -1, sight.keys_of_all(row, smaller(row + kWarpRows, sight.q_length)),
-                  kPlainScores ? rules.terms.scale * kLog2e : kLog2e, rows_of<const Element>(p.call.k, p.k, at.item, kv_head),
-                  rows_of<const Element>(p.call.v, p.v, at.item, kv_head), shared, shared + kAtK, shared + kAtV};
+  Forward forward{copies, rules, dropper_of(p, at.item, at.head), row, any ? warp_start : -1, any ? warp_stop : -1,
+                  kPlainScores ? rules.terms.scale * kLog2e : kLog2e};
   forward.staging = shared + kAtAddends + warp_index() * kAddendBytes;
   forward.weights.reset();
   clear(forward.out);
-  if (first < last) {
-    forward.load_q();
-    forward.run(first, last);
-  }
+  if (first < last) forward.run(first);
   forward.finish();
 }
