@@ -162,7 +162,7 @@ def _rows(options: tuple[bool, ...]) -> tuple[Geometry, ...]:
     With addends and more, an optimistic step is too much code. Dropout comes between the two products that a turn
     would hold together.
     """
-    rows = SHAPED if any(options) else PLAIN
+    rows: tuple[Geometry, ...] = SHAPED if any(options) else PLAIN
     if options[0] and any(options[1:]):
         rows = tuple(row._replace(optimistic=False) for row in rows)
     return tuple(row._replace(ping_pong=False) for row in rows) if options[2] else rows

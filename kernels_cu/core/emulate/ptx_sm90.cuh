@@ -174,5 +174,6 @@ CF_DEVICE void stmatrix_x4(u32 to, u32 a, u32 b, u32 c, u32 d, CF_HERE) {
 }
 
 CF_DEVICE float rcp_approx_ftz(float x) { return 1.0f / x; }
+CF_DEVICE u32 signs_of_halves(u32 x) { return (x >> 31) * 0xffff0000u | (x >> 15 & 1) * 0xffffu; }
 
 #undef CF_HERE
