@@ -4,7 +4,8 @@ Some rows of scores, or columns, are a problem of their own: the same options wi
 dropout origin moved to where they lie. So a result of any length can be checked at the cost of a few rows.
 
 With so few values a single rounding can decide the error of the plain computation, and by luck it is none. So the
-bound may be that of the plain computation in another order of summation: with the columns of head_dim rolled.
+bound may be that of the plain computation in another order of summation: with the columns of head_dim rolled, and a given
+lse rounded another way.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def judge_gradients(
             def plain(
                 order: int, given: Any = given, options: Any = options, wrt: Any = wrt
             ) -> dict[str, Any]:
-                dout, q, k, v, *rest = _rolled(given[:5], order) + given[5:]
+                dout, q, k, v, *rest = _rolled(given[:5], order) + tuple(_nudged(x, order) for x in given[5:])
                 found = testing.plain_backward(dout, q, k, v, *rest, wrt=wrt, **options)
                 return {name: _rolled_back(getattr(found, name), order) for name in wrt}
 
@@ -196,6 +197,13 @@ def judge_gradients(
 def _rolled(arrays: tuple[Any, ...], order: int) -> tuple[Any, ...]:
     """Operands whose sums over columns begin elsewhere: an eighth of them for each order."""
     return tuple(np.roll(x, order * x.shape[-1] // ORDERS, axis=-1) for x in arrays)
+
+
+def _nudged(lse: Any, order: int) -> Any:
+    """Lse as it may have been rounded as well: a place up or down, but for the first order."""
+    if order == 0:
+        return lse
+    return np.where(np.isfinite(lse), np.nextafter(lse, lse.dtype.type((-1) ** order * np.inf)), lse)
 
 
 def _rolled_back(x: Any, order: int) -> Any:

@@ -51,6 +51,7 @@ def forward(
             out = empty_in_order(machine.xp, problem.out_shape, problem.out_dtype, problem.q)
         if lse is None and need_lse:
             lse = machine.empty(problem.lse_shape, problem.lse_dtype)
+            machine.keep_for_graph(lse)  # a vjp may be all that holds it
         arrays |= {"out": out} | ({} if lse is None else {"lse": lse})
         recipe = forward_recipe_of(problem, machine, sizes, layouts(arrays))
         _check_workspace(machine, workspace, recipe.workspace_bytes)
