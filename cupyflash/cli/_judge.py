@@ -4,8 +4,8 @@ Some rows of scores, or columns, are a problem of their own: the same options wi
 dropout origin moved to where they lie. So a result of any length can be checked at the cost of a few rows.
 
 With so few values a single rounding can decide the error of the plain computation, and by luck it is none. So the
-bound may be that of the plain computation in another order of summation: with the columns of head_dim rolled, and a given
-lse rounded another way.
+bound may be that of the plain computation in another order of summation: with the columns of head_dim rolled, and
+a given lse rounded another way.
 """
 
 from __future__ import annotations
