@@ -100,7 +100,69 @@ def order() -> str:
     return table(["head dim", "length", "causal", "in a fixed order", "deterministic=False"], rows)
 
 
-TABLES: dict[str, Callable[[], str]] = {"cpu": cpu, "gpu": gpu, "peers": peers, "order": order}
+def wide() -> str:
+    """float32 by tensor cores and float64, each beside PyTorch's backend for it."""
+    rows = []
+    for name, peer in (("gpu_float32.json", "efficient"), ("gpu_float64.json", "math")):
+        report = load(name)
+        rows += [
+            [
+                row["dtype"].replace("fp", "float"),
+                row["mode"],
+                str(row["D"]),
+                "yes" if row["causal"] else "no",
+                f"{row['tflops']['cupyflash']:.0f}",
+                f"{row['tflops'][peer]:.0f} ({peer})",
+                f"{row['tflops']['cupyflash'] / row['tflops'][peer]:.2f}",
+            ]
+            for row in report["rows"]
+        ]
+    note = (
+        f"{report['device']}, CuPy {report['cupy']}, PyTorch {report['torch']}, {report['date']}, commit "
+        f'{report["commit"]}; arrays (4, 2048 / head dim, 4096, head dim); float32 with `precision="tf32x3"`.'
+    )
+    head = ["dtype", "pass", "head dim", "causal", "cupyflash", "PyTorch", "times as fast"]
+    return note + "\n\n" + table(head, rows)
+
+
+def options() -> str:
+    """What single options cost, in milliseconds, beside the others."""
+    report = load("gpu_options.json")
+    names = list(dict.fromkeys(name for row in report["rows"] for name in row["seconds"]))
+    rows = []
+    for row in report["rows"]:
+        causal = "causal=1" in row["label"]
+        option = row["label"].split("causal=")[1][1:].strip() or "plain"
+        times = [f"{row['seconds'][name] * 1e3:.2f}" if name in row["seconds"] else "" for name in names]
+        heads = f"{row['HQ']} over {row['HK']}" if row["HQ"] != row["HK"] else str(row["HQ"])
+        rows.append([row["mode"], str(row["D"]), heads, option + (", causal" if causal else ""), *times])
+    note = (
+        f"{report['device']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, {report['date']}, commit "
+        f"{report['commit']}; bfloat16, batch 4, length 4096; milliseconds; dropout 0.1, window 512, softcap 30, the "
+        "bias full, in the backward with its gradient."
+    )
+    return note + "\n\n" + table(["pass", "head dim", "heads", "option", *names], rows)
+
+
+def decode() -> str:
+    """One query row against a long cache, in bytes of keys and values a second."""
+    report = load("gpu_decode.json")
+    names = list(dict.fromkeys(name for row in report["rows"] for name in row["seconds"]))
+    rows = []
+    for row in report["rows"]:
+        kv_bytes = 2 * 2 * row["B"] * row["HK"] * row["N"] * row["D"]
+        speeds = [f"{kv_bytes / row['seconds'][name] / 1e12:.2f}" for name in names]
+        rows.append([f"{row['B']}", f"{row['HQ']} over {row['HK']}", str(row["N"]), str(row["D"]), *speeds])
+    note = (
+        f"{report['device']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, {report['date']}, commit "
+        f"{report['commit']}; bfloat16, `sm80`; TB/s of keys and values."
+    )
+    return note + "\n\n" + table(["batch", "heads", "keys", "head dim", *names], rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    table.__name__: table for table in (cpu, gpu, peers, order, wide, options, decode)
+}
 
 
 def main() -> None:
