@@ -1,43 +1,8 @@
-// Before the forward: k and v are split into planes of bfloat16 (core/planes.cuh). A row becomes hi | mid | lo, each of
-// as many columns, whole panels of 64, filled up with zeros; rows past the length are zeros, whatever lies there. What is
-// broadcast over heads is split once, and over items if all have one length.
-#include "attn/mask.cuh"
-#include "core/block.cuh"
-#include "core/planes.cuh"
-
-constexpr i32 kSplitThreads = 256;
-constexpr i32 kColumns = 8;                    // of a thread
-
-CF_DEVICE void read_columns(float (&x)[kColumns], const Rows<const float>& rows, i32 row, i32 col, i32 columns) {
-  if (rows.packed<4>() && col + kColumns <= columns) {
-    CF_UNROLL
-    for (int n = 0; n < kColumns; n += 4) {
-      const Packed<float, 4> four = *reinterpret_cast<const Packed<float, 4>*>(rows.at(row, col + n));
-      CF_UNROLL
-      for (int i = 0; i < 4; ++i) x[n + i] = four.value[i];
-    }
-  } else {
-    CF_UNROLL
-    for (int n = 0; n < kColumns; ++n) x[n] = col + n < columns ? *rows.at(row, col + n) : 0.0f;
-  }
-}
-
-CF_DEVICE void write_planes(bfloat16* to, i32 columns, const float (&x)[kColumns]) {
-  PlanePair pair[kColumns / 2];
-  CF_UNROLL
-  for (int n = 0; n < kColumns / 2; ++n) pair[n] = split_any(x[2 * n], x[2 * n + 1]);
-  CF_UNROLL
-  for (int plane = 0; plane < kPlanes; ++plane) {
-    Packed<u32, kColumns / 2> packed;
-    CF_UNROLL
-    for (int n = 0; n < kColumns / 2; ++n) packed.value[n] = pair[n].plane[plane];
-    *reinterpret_cast<Packed<u32, kColumns / 2>*>(to + plane * columns) = packed;
-  }
-}
+// Before the forward: k and v are split into planes of bfloat16 (prepost/split.cuh). Rows past the length are zeros,
+// whatever lies there. What is broadcast over heads is split once, and over items if all have one length.
+#include "prepost/split.cuh"
 
 // Numbers of threads and rows are below 2^32: planes of as many would fill any memory.
-
-CF_DEVICE i32 padded(i32 columns) { return round_up(columns, 64); }
 
 // How many points of an axis a tensor of planes has of its own.
 CF_DEVICE i32 own(i64 stride, i32 size) { return stride != 0 ? size : 1; }

@@ -1,43 +1,12 @@
-// Before the backward: q, k, v and dout are split into planes of bfloat16 (core/planes.cuh). A row becomes hi | mid | lo,
-// each of as many columns, whole panels of 64, filled up with zeros. Rows of a head are filled up to whole tiles of 64,
-// and those at or past the length are zeros, whatever lies there. Lse and delta of rows go to tiles of their own
-// (attn/backward_rows.cuh), natural, with lse +inf where a row saw nothing or is none, so that its weights are 0.
+// Before the backward: q, k, v and dout are split into planes of bfloat16 (prepost/split.cuh). Rows of a head are filled
+// up to whole tiles of 64, and those at or past the length are zeros, whatever lies there. Lse and delta of rows go to
+// tiles of their own (attn/backward_rows.cuh), natural, with lse +inf where a row saw nothing or is none, so that its
+// weights are 0.
 #include "attn/backward_rows.cuh"
 #include "attn/softmax.cuh"
-#include "core/block.cuh"
-#include "core/planes.cuh"
+#include "prepost/split.cuh"
 
-constexpr i32 kSplitThreads = 256, kTileRows = 64;
-constexpr i32 kColumns = 8;                    // of a thread
-
-CF_DEVICE i32 padded(i32 columns) { return round_up(columns, 64); }
-
-CF_DEVICE void read_columns(float (&x)[kColumns], const Rows<const float>& rows, i32 row, i32 col, i32 columns) {
-  if (rows.packed<4>() && col + kColumns <= columns) {
-    CF_UNROLL
-    for (int n = 0; n < kColumns; n += 4) {
-      const Packed<float, 4> four = *reinterpret_cast<const Packed<float, 4>*>(rows.at(row, col + n));
-      CF_UNROLL
-      for (int i = 0; i < 4; ++i) x[n + i] = four.value[i];
-    }
-  } else {
-    CF_UNROLL
-    for (int n = 0; n < kColumns; ++n) if (col + n < columns) x[n] = *rows.at(row, col + n);
-  }
-}
-
-CF_DEVICE void write_planes(bfloat16* to, i32 columns, const float (&x)[kColumns]) {
-  PlanePair pair[kColumns / 2];
-  CF_UNROLL
-  for (int n = 0; n < kColumns / 2; ++n) pair[n] = split_any(x[2 * n], x[2 * n + 1]);
-  CF_UNROLL
-  for (int plane = 0; plane < kPlanes; ++plane) {
-    Packed<u32, kColumns / 2> packed;
-    CF_UNROLL
-    for (int n = 0; n < kColumns / 2; ++n) packed.value[n] = pair[n].plane[plane];
-    *reinterpret_cast<Packed<u32, kColumns / 2>*>(to + plane * columns) = packed;
-  }
-}
+constexpr i32 kTileRows = 64;
 
 // Whether the thread has a share of that tensor; if not, its number counts on from there.
 template <bool kOfKeys>
