@@ -125,6 +125,23 @@ def test_the_workspace_is_what_the_plan_says_to_the_byte(machine):
             backward(request, workspace=wrong, machine=machine)
 
 
+def test_a_call_on_copies_works_in_the_workspace_too(machine):
+    problem = problem_of(*many_axes(0, dtype=np.float32))
+    request = request_of(machine, problem)
+    from cupyflash.cuda.plan import plan
+
+    need = plan(problem, backward=True, arch=machine.compute_capability).workspace_bytes
+    room = np.full(need + 16, 0xEE, np.uint8)
+    start = -room.ctypes.data % 16
+    expected = backward(request, machine=machine)
+    assert_same(backward(request, workspace=room[start : start + need], machine=machine), expected)
+    assert not np.all(room == 0xEE)
+    with pytest.raises(ValueError, match=f"this call needs {need}"):
+        backward(request, workspace=room[start : start + need - 1], machine=machine)
+    with pytest.raises(TypeError, match="uint8"):
+        forward(problem, workspace=np.empty(need, np.int8), machine=machine)
+
+
 def test_nothing_is_launched_before_every_kernel_is_there(machine, monkeypatch):
     """A compile error of the last kernel must not find an earlier one's results already written."""
     request = request_of(machine, problem_of(*qkv(np, m=10)))

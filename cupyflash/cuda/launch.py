@@ -43,7 +43,7 @@ def forward(
                 out,
                 lse,
                 lambda p: fits_copied(p, family),
-                lambda p, x: forward(p, x, need_lse=need_lse, machine=machine),
+                lambda p, x: forward(p, x, need_lse=need_lse, workspace=workspace, machine=machine),
             )
         if family.arch_suffix:
             arrays |= _kept(machine, readable(problem))
@@ -83,7 +83,9 @@ def backward(request: BackwardRequest, *, workspace: Any = None, machine: Any = 
         if not fits(sizes, made | layouts(arrays | targets), family.lead_axes):
             _refuse_capture(machine)
             return flat_backward(
-                request, lambda p: fits_copied(p, family), lambda moved: backward(moved, machine=machine)
+                request,
+                lambda p: fits_copied(p, family),
+                lambda moved: backward(moved, workspace=workspace, machine=machine),
             )
         results = {name: _gradient_array(machine, request, name) for name in request.wrt}
         arrays |= {GRADIENTS[name]: x for name, x in results.items()}
