@@ -102,9 +102,13 @@ def order() -> str:
 
 def wide() -> str:
     """float32 by tensor cores and float64, each beside PyTorch's backend for it."""
-    rows = []
+    rows, notes = [], set()
     for name, peer in (("gpu_float32.json", "efficient"), ("gpu_float64.json", "math")):
         report = load(name)
+        notes.add(
+            f"{report['device']}, CuPy {report['cupy']}, PyTorch {report['torch']}, {report['date']}, commit "
+            f'{report["commit"]}; arrays (4, 2048 / head dim, 4096, head dim); float32 with `precision="tf32x3"`.'
+        )
         rows += [
             [
                 row["dtype"].replace("fp", "float"),
@@ -117,10 +121,7 @@ def wide() -> str:
             ]
             for row in report["rows"]
         ]
-    note = (
-        f"{report['device']}, CuPy {report['cupy']}, PyTorch {report['torch']}, {report['date']}, commit "
-        f'{report["commit"]}; arrays (4, 2048 / head dim, 4096, head dim); float32 with `precision="tf32x3"`.'
-    )
+    [note] = notes  # of one commit and date
     head = ["dtype", "pass", "head dim", "causal", "cupyflash", "PyTorch", "times as fast"]
     return note + "\n\n" + table(head, rows)
 
