@@ -281,10 +281,12 @@ class _BackwardOnPlanes(_Backward):
         record = self._record((*_LENGTHS, "q", "k", "v", "dout", "lse"))
         self._add(config, ceil(sm90_wide_backward.split_units(self.sizes, stats), config.threads), record)
 
-    def _add(self, config: Config, grid: int, record: np.ndarray, *rest: Any) -> None:
-        if config.family == "sm90_wide" and config.geometry:
-            rest = (*rest, *((),) * (1 - len(rest)), sm90_wide_backward.Extras.of(self.sizes))
-        super()._add(config, grid, record, *rest)
+    def _add(
+        self, config: Config, grid: int, record: np.ndarray, hidden: Collection[str] = (), extras: Any = None
+    ) -> None:
+        if config.family == "sm90_wide":
+            extras = sm90_wide_backward.Extras.of(self.sizes)
+        super()._add(config, grid, record, hidden, extras)
 
 
 def _own(record: np.ndarray) -> int:

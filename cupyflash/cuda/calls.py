@@ -20,11 +20,11 @@ from ..arrays import loaded_cupy
 from ..problem import Problem
 from . import sm90_launch
 from .families import Family, choose_family
-from .launch import fits, forward_recipe_of
+from .launch import fits
 from .machine import Gpu, gpu
 from .operands import layout_bytes, layout_in_order, layouts, numbers, tensors
 from .params import ADDRESSES, CALL_BYTES, NUMBERS, Layout, pack_call
-from .recipe import MOST_BLOCKS, Sizes
+from .recipe import Sizes, forward_recipe
 from .sm90_launch import Extras
 from .tensormap import ALIGNMENT
 
@@ -179,7 +179,7 @@ class _Call:
             return None
         if family.arch_suffix and sm90_launch.copies(p):
             return None
-        recipe = forward_recipe_of(p, machine, sizes, found)
+        recipe = forward_recipe(family.name, machine.compute_capability, sizes, tuple(found.items()))
         if not recipe.launches or any(x.record != recipe.launches[0].record for x in recipe.launches):
             return None
         launch, skip = recipe.launches[-1], 1 if p.squeeze else 0
@@ -193,7 +193,7 @@ class _Call:
             launches=tuple(
                 (
                     machine.load(x.config).function,
-                    (min(x.grid, machine.multiprocessors if x.extras else MOST_BLOCKS),),
+                    (min(x.grid, machine.multiprocessors) if x.extras else x.grid,),
                     (x.config.threads,),
                     x.config.shared_bytes,
                     1 if x.extras is None else 3,

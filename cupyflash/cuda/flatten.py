@@ -24,29 +24,33 @@ from .params import Layout, c_strides
 _TAILS = {"q": 3, "k": 3, "v": 3, "mask": 3, "bias": 3, "sinks": 1, "alibi_slopes": 1}
 _TAILS |= {"q_lengths": 0, "kv_lengths": 0, "query_offset": 0}
 
-
 Copy = Callable[[Any, tuple[int, ...]], Any]
 
 
-def copied_problem(problem: Problem, fits: Callable[[Problem], bool], copy: Copy | None = None) -> Problem:
+def _copied(x: Any, shape: tuple[int, ...]) -> Any:
+    xp = array_module(x)
+    return xp.ascontiguousarray(xp.broadcast_to(x, shape))
+
+
+def copied_problem(problem: Problem, fits: Callable[[Problem], bool], copy: Copy = _copied) -> Problem:
     """The same call with operands in C order, and with one leading axis if it does not fit with its own.
 
     Which of both depends on shapes alone, so that strides do not change bits. ``copy(x, shape)`` is to broadcast x.
     """
     if fits(_with_operands(problem, lambda x: described(x, x.shape))):
-        return _with_operands(problem, lambda x: (copy or _copied)(x, x.shape))
+        return _with_operands(problem, lambda x: copy(x, x.shape))
     return flat_problem(problem, copy)
 
 
-def flat_problem(problem: Problem, copy: Copy | None = None) -> Problem:
+def flat_problem(problem: Problem, copy: Copy = _copied) -> Problem:
     """The same call with copied operands and one leading axis."""
     p = problem
 
     def merged(x: Any, tail: int) -> Any:
         rest = x.shape[x.ndim - tail :]
-        return (copy or _copied)(x, (*p.lead, *rest)).reshape(p.batch, *rest)
+        return copy(x, (*p.lead, *rest)).reshape(p.batch, *rest)
 
-    form = _with_operands(p, lambda x: (copy or _copied)(x, x.shape), merged)
+    form = _with_operands(p, lambda x: copy(x, x.shape), merged)
     return dataclasses.replace(form, lead=(p.batch,))
 
 
@@ -87,7 +91,7 @@ def flat_forward(
     """Run ``forward`` on copies, into an ``out`` of the wanted dtype, and bring its results to their places."""
     p = problem
 
-    def on_copies() -> tuple[Any, Any]:
+    def on_copies() -> tuple[Any, Any]:  # which are gone when results are copied: `most_bytes` counts on it
         form, made = copied_problem(p, fits), None
         if out is not None and out.dtype != p.out_dtype:
             made = array_module(p.q).empty(form.out_shape, out.dtype)
@@ -128,11 +132,6 @@ def _on_copies(request: BackwardRequest, form: Problem) -> BackwardRequest:
     return BackwardRequest(
         problem=form, wrt=request.wrt, targets=Gradients(**targets), accumulate=False, **results
     )
-
-
-def _copied(x: Any, shape: tuple[int, ...]) -> Any:
-    xp = array_module(x)
-    return xp.ascontiguousarray(xp.broadcast_to(x, shape))
 
 
 def _with_operands(

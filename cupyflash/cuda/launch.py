@@ -53,7 +53,8 @@ def forward(
             lse = machine.empty(problem.lse_shape, problem.lse_dtype)
             machine.keep_for_graph(lse)  # a vjp may be all that holds it
         arrays |= {"out": out} | ({} if lse is None else {"lse": lse})
-        recipe = forward_recipe_of(problem, machine, sizes, layouts(arrays))
+        found = tuple(layouts(arrays).items())
+        recipe = forward_recipe(family.name, machine.compute_capability, sizes, found)
         _check_workspace(machine, workspace, recipe.workspace_bytes)
         addresses = _addresses(machine, arrays)
         if recipe.workspace:
@@ -61,13 +62,6 @@ def forward(
             addresses |= {name: machine.address(workspace) + offset for name, offset in recipe.workspace}
         run(recipe, machine, addresses, numbers(problem))
     return out, lse
-
-
-def forward_recipe_of(problem: Problem, machine: Any, sizes: Sizes, found: dict[str, Layout]) -> Recipe:
-    """The recipe of a forward with these layouts."""
-    cc = machine.compute_capability
-    family, _ = choose_family(problem, cc)
-    return forward_recipe(family.name, cc, sizes, tuple(found.items()))
 
 
 def backward(request: BackwardRequest, *, workspace: Any = None, machine: Any = None) -> Gradients:

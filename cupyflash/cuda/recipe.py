@@ -71,9 +71,8 @@ class Launch:
     grid: int
     record: bytes
     hidden: tuple[int, ...] = ()
-    extras: Extras | sm90_backward.Extras | sm90_wide_backward.Extras | None = (
-        None  # what the kernel takes besides the record
-    )
+    # What the kernel takes besides the record.
+    extras: Extras | sm90_backward.Extras | sm90_wide_backward.Extras | None = None
 
     def __post_init__(self) -> None:
         if self.grid > MOST_BLOCKS:

@@ -38,9 +38,8 @@ def plain_scale(scale: float) -> bool:
 class Extras:
     """The second and third argument of a launch, but for what each call brings."""
 
-    forms: tuple[
-        Form | None, ...
-    ]  # of q, k, v and out; None: no map (no keys; an out that TMA does not take)
+    # Of q, k, v and out; None: no map (no keys; an out that TMA does not take).
+    forms: tuple[Form | None, ...]
     query_tiles: int
     heads: int
     head_bytes: float  # keys and values for one query head

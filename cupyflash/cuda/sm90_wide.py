@@ -76,9 +76,7 @@ class Geometry(NamedTuple):
         """What of the kernel's assumptions does not hold."""
         consumers = self.block_q // 64
         wanted = 128 * (self.producer_registers + consumers * self.consumer_registers)
-        held = (
-            REGISTERS // (8 * self.threads) * 8 * self.threads
-        )  # a block starts with as many; warpgroups trade them
+        held = REGISTERS // (8 * self.threads) * 8 * self.threads  # at the start; warpgroups trade them
         rules = {
             f"block_q = {self.block_q} must be a multiple of 64": self.block_q % 64 == 0,
             f"block_kv = {self.block_kv} must be a multiple of 16 up to 256": self.block_kv % 16 == 0

@@ -19,13 +19,8 @@ from .build import MODES, build, missing
 from .kernel import Function, Memory
 
 _MOST_ARRAYS = 256
-_FAMILIES = (
-    "simt",
-    "sm80",
-    "sm80_wide",
-    "sm90_wide",
-    "prepost",
-)  # whose words all have a second implementation
+# Whose words all have a second implementation.
+_FAMILIES = ("simt", "sm80", "sm80_wide", "sm90_wide", "prepost")
 _WRITTEN = {
     "forward": ("out", "lse", "partials"),
     "decode": ("partials",),
