@@ -16,7 +16,6 @@ from cupyflash.cuda import (
     params,
     sm90_launch,
     sm90_wide,
-    sm90_wide_backward,
     sm90_wide_launch,
 )
 from cupyflash.cuda.plan import planned
@@ -147,7 +146,7 @@ def test_the_launch_takes_the_maps_that_the_kernel_reads():
 
 def test_columns_of_a_thread_that_splits():
     text = configs.choose("sm90_wide", "split", "float32", 64, 64, OPTIONS[0], 90).source()
-    assert f"kColumns = {sm90_wide_launch.SPLIT_COLUMNS};" in text
+    assert f"kColumns = {sm90_wide.SPLIT_COLUMNS};" in text
     assert f"kSplitThreads = {configs.PREPOST_THREADS};" in text
     assert f"kPlanes = {sm90_wide.PLANES};" in text
 
@@ -227,7 +226,7 @@ def test_planes_of_the_backward_are_whole_tiles():
     assert places["row_stats"] - places["dout_planes"] == sizes["dout"]
     units = (sum(sizes.values()) // 48) + 2 * 4 * 384
     assert recipe.launches[1].grid == -(-units // configs.PREPOST_THREADS)
-    assert f"kColumns = {sm90_wide_backward.SPLIT_COLUMNS};" in recipe.launches[1].config.source()
+    assert f"kColumns = {sm90_wide.SPLIT_COLUMNS};" in recipe.launches[1].config.source()
 
 
 def planes(*axes, columns=70):

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 PLANES = 3  # of bfloat16, whose sum is a float32
 PANEL = 64  # columns that TMA moves at a time
+SPLIT_COLUMNS = 8  # of a thread that makes planes: kernels_cu/prepost/split.cuh
 
 
 class Geometry(NamedTuple):

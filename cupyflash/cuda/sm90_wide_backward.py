@@ -11,7 +11,7 @@ import numpy as np
 from .params import ADDRESSES
 from .simt import ceil
 from .sm90 import ALIGNMENT_BYTES, REGISTERS
-from .sm90_wide import PANEL, PLANES
+from .sm90_wide import PANEL, PLANES, SPLIT_COLUMNS
 from .tensormap import Form
 from .wgmma import wrapper
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from .recipe import Sizes
 
 TILE_ROWS = 64
-SPLIT_COLUMNS = 8  # of a thread: kernels_cu/prepost/split_all.cu
 _BITS = 2  # bytes of a bfloat16
 _TENSORS = ("q", "k", "v", "dout")
 

@@ -13,13 +13,12 @@ from .configs import PREPOST_THREADS, Config
 from .params import ADDRESSES, Layout
 from .simt import ceil
 from .sm90_launch import Extras
-from .sm90_wide import PANEL, PLANES
+from .sm90_wide import PANEL, PLANES, SPLIT_COLUMNS
 from .tensormap import Form
 
 if TYPE_CHECKING:
     from .recipe import Sizes
 
-SPLIT_COLUMNS = 8  # of a thread: kernels_cu/prepost/split.cu
 _NAMES = ("k_planes", "v_planes")
 _ADDRESSES = tuple(map(ADDRESSES.index, _NAMES))
 _BITS = np.dtype(np.uint16)  # of a bfloat16

@@ -109,11 +109,6 @@ CF_DEVICE void stmatrix_x4(u32 to, u32 a, u32 b, u32 c, u32 d) {
 // The old value of a counter in global memory, which grows by one.
 CF_DEVICE u32 atom_inc(u32* counter) { return atomicAdd(counter, 1u); }
 
-// Adds four floats at a multiple of 16 bytes, in no order with other additions.
-CF_DEVICE void red_add_f32x4(float* to, float a, float b, float c, float d) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a), "f"(b), "f"(c), "f"(d)
-               : "memory");
-}
 // A number through which blocks speak: what its writer (and all who met the writer at barriers) did before the release
 // is seen by those who acquire it.
 CF_DEVICE u32 ld_acquire_gpu(const u32* from) {

@@ -14,9 +14,10 @@
 //    second  | dP^T = V dO^T                     #   P^T <- shared    dA^T (-> shared)   dk += dA^T Q   dq of x + 1     # the pair
 //
 // dq, zeros at first (prepost/delta.cu), is summed where it will stay: each warp adds its part, over all keys of the block.
-// In order (p.splits, heads that take turns, is not 0) a block adds to a tile after all blocks of earlier keys, so that every run gives the same
-// bits: it waits until the tile's count says so, and counts when its own adds are done. Blocks take numbers as they start,
-// and wait for lower ones alone; neighbours in a head start one after the other, because p.splits heads take turns.
+// In order (p.splits, heads that take turns, is not 0) a block adds to a tile after all blocks of earlier keys, so that
+// every run gives the same bits: it waits until the tile's count says so, and counts when its own adds are done. Blocks take
+// numbers as they start, and wait for lower ones alone; neighbours in a head start one after the other, because p.splits
+// heads take turns.
 //
 // H200, 2026-11-30, arrays (4, 2048 / D, 4096, D), whole backward, TFLOP/s at D 128 / 64, full and causal:
 //                                                          float32                      float64
