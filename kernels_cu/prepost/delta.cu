@@ -1,7 +1,7 @@
 // Before the backward: row_delta = sum over columns of dout * out, or the caller's delta, minus dlse; one warp a row.
 //
 // With it, dS = P * (r * dP - row_delta) covers the gradient through lse as well. Rows at or past q_length are not read
-// and give 0. For a backward that adds to dq in turns, dq and the turns' counters become zeros.
+// and give 0. For a backward that adds to dq in place, dq and the turns' counters become zeros.
 #include "attn/mask.cuh"
 #include "core/block.cuh"
 #include "core/warp.cuh"
