@@ -66,7 +66,8 @@ def gpu() -> str:
 
 def peers() -> str:
     """Speed of the default families beside other libraries, bfloat16."""
-    report = load("gpu_peers.json")
+    report, short = load("gpu_peers.json"), load("gpu_peers_512.json")
+    assert report["commit"] == short["commit"]
     names = list(dict.fromkeys(name for row in report["rows"] for name in row["tflops"]))
     rows = [
         [
@@ -76,7 +77,7 @@ def peers() -> str:
             "yes" if row["causal"] else "no",
             *(f"{row['tflops'][name]:.0f}" if name in row["tflops"] else "" for name in names),
         ]
-        for row in report["rows"]
+        for row in short["rows"] + report["rows"]
     ]
     note = (
         f"{report['device']}, CuPy {report['cupy']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, "
@@ -98,6 +99,27 @@ def order() -> str:
             [str(row["D"]), str(row["N"]), "yes" if row["causal"] else "no", *(f"{x:.2f}" for x in shares)]
         )
     return table(["head dim", "length", "causal", "in a fixed order", "deterministic=False"], rows)
+
+
+def sm80() -> str:
+    """The mma.sync family as a share of FlashAttention-2, on the same GPU."""
+    report, any_order = load("gpu_sm80.json"), load("gpu_sm80_any_order.json")
+    assert report["commit"] == any_order["commit"]
+
+    def shares(rows: list[dict[str, Any]], mode: str) -> dict[tuple[Any, ...], str]:
+        return {
+            (row["D"], row["N"], row["causal"]): f"{row['tflops']['cupyflash'] / row['tflops']['flash']:.2f}"
+            for row in rows
+            if row["mode"] == mode
+        }
+
+    columns = [shares(report["rows"], mode) for mode in ("fwd", "bwd")] + [shares(any_order["rows"], "bwd")]
+    rows = [
+        [str(cell[0]), str(cell[1]), "yes" if cell[2] else "no", *(column[cell] for column in columns)]
+        for cell in columns[0]
+    ]
+    head = ["head dim", "length", "causal", "forward", "backward", "deterministic=False"]
+    return f"{report['device']}, {report['date']}, commit {report['commit']}.\n\n" + table(head, rows)
 
 
 def wide() -> str:
@@ -162,7 +184,7 @@ def decode() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (cpu, gpu, peers, order, wide, options, decode)
+    table.__name__: table for table in (cpu, gpu, peers, order, sm80, wide, options, decode)
 }
 
 

@@ -98,7 +98,9 @@ def command(
     """Run attention; report kernel, time, memory and the error at a sample of rows.
 
     The error is against the float64 reference and stands beside the bound that the result is held to: twice
-    the error of the plain computation of the same precision, plus one rounding unit. Exit code 1 if it is exceeded.
+    the error of the plain computation of the same precision, plus one rounding unit. With so few rows a single
+    order of summation can be lucky, so that of the plain computation may be any of eight. Exit code 1 if it is
+    exceeded in all.
     """
     if output is not None:
         refuse_existing(output, force)

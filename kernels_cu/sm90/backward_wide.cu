@@ -20,7 +20,7 @@
 //   without dq                                                                           541 /
 //   (cuDNN 9.19 beside the second row                    305 / 258       408 / 374       368 / 415)
 //
-// A run an hour later had 356 in the second row's 16384 without a mask (cuDNN 376): not understood.
+// Runs differ: in another the second row had 356 in its 16384 without a mask (cuDNN 376). Why is not known.
 #include "sm90/backward_consumer.cuh"
 
 constexpr u32 kWeightsAt = kGradientAt + 2 * kGradientBytes, kDerivativesAt = kWeightsAt + kGradientBytes;
