@@ -170,6 +170,7 @@ for _options in itertools.product((False, True), repeat=3):
         for _kernel in ("forward", "backward_kv"):
             TABLE[_kernel, 4, _options, 100] = TABLE[_kernel, 4][1:]
 TABLE["backward_kv", 4, (False, True, False), 90] = TABLE["backward_kv", 4][1:]
+TABLE["forward", 8, (True, False, True), 100] = TABLE["forward", 8][1:]
 
 
 def ceil(a: int, b: int) -> int:
