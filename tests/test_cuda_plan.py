@@ -14,7 +14,7 @@ from support import BFLOAT16, DTYPE_IDS, DTYPES, assert_same, normal, qkv
 
 import cupyflash
 from cupyflash import cpu
-from cupyflash.cuda import configs, families, flatten, launch, module, recipe, sm80, sm80_wide
+from cupyflash.cuda import configs, families, flatten, launch, module, recipe
 from cupyflash.cuda.params import ADDRESSES, RECORD
 from cupyflash.problem import GRADIENT_NAMES, Problem
 from cupyflash.request import BackwardRequest
@@ -62,12 +62,10 @@ def test_a_plan_needs_an_architecture_alone(dtype, backward, arch):
     assert p.config.startswith(f"{family} ")
     assert dtype.name in p.config
     assert p.block_q > 1 < p.block_kv
-    sm80_kernel = family == "sm80" and sm80.in_one_kernel(80, (False,) * 3, configs.shared_limit(arch))
-    one_kernel = family == "sm90" or sm80_kernel
+    joined = configs.in_one_kernel(family, dtype.name, 80, (False,) * 3, arch)
+    one_kernel = family == "sm90" or (family == "sm80" and joined)
     score = 8 if dtype == np.float64 else 4
-    in_turns = family == "sm80_wide" and sm80_wide.in_one_kernel(
-        80, score, (False,) * 3, configs.shared_limit(arch)
-    )
+    in_turns = family == "sm80_wide" and joined
     kernels = (
         ("row_stats", "backward", "finish_queries") if one_kernel else ("delta", "backward_kv", "backward_q")
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from . import backward_rows, sm80, sm80_wide, sm90_backward, sm90_wide_backward
-from .configs import Config, shared_limit, unordered
+from .configs import Config, in_one_kernel, unordered
 from .params import ADDRESSES, Layout, build_record
 from .recipe import Launch, Layouts, Recipe, Sizes, config_of
 from .simt import ceil
@@ -127,13 +127,9 @@ class _Backward:
         s = self.sizes
         if "slopes" in self.wrt or not {"q", "k", "v"} <= set(self.wrt) or len(self._owners()) != 1:
             return False
-        if self.family == "sm80_wide":
-            return not any(self._broadcast_axes("q")) and sm80_wide.in_one_kernel(
-                max(s.head_dim, s.head_dim_v), self.score_bytes, s.options, shared_limit(self.cc)
-            )
-        return self.family == "sm80" and sm80.in_one_kernel(
-            max(s.head_dim, s.head_dim_v), s.options, shared_limit(self.cc)
-        )
+        if self.family == "sm80_wide" and any(self._broadcast_axes("q")):
+            return False
+        return in_one_kernel(self.family, s.dtype.name, max(s.head_dim, s.head_dim_v), s.options, self.cc)
 
     def _all_three(self) -> None:
         s, config = self.sizes, config_of(self.family, "backward", self.cc, self.sizes)

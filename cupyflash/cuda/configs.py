@@ -172,14 +172,7 @@ def choose(
     """
     if kernel in PREPOST_KERNELS:
         return Config(PREPOST, kernel, dtype)
-    key = (kernel, 8 if dtype == "float64" else 4)
-    table = TABLES[family]
-    rows = table.get((*key, options, _known(cc))) or table.get((*key, options)) or table.get(key, ())
-    fitting = [
-        row
-        for row in sorted(rows, key=lambda row: row.head_dim)
-        if row.shared_bytes(kernel, 8 if dtype == "float64" else 4) <= shared_limit(cc)
-    ]
+    fitting = _fitting(family, kernel, dtype, options, cc)
     widest = max((row.head_dim for row in fitting), default=0)
     if family in _NEXT and widest < max(head_dim, head_dim_v):
         return choose(_NEXT[family], kernel, dtype, head_dim, head_dim_v, options, cc, precision)
@@ -190,6 +183,23 @@ def choose(
     if precision is not None and isinstance(geometry, sm80_wide.Geometry):
         geometry = geometry.for_precision(precision)
     return Config(family, kernel, dtype, geometry, options)
+
+
+def _fitting(family: str, kernel: str, dtype: str, options: tuple[bool, ...], cc: int) -> list[Any]:
+    """The rows that fit the shared memory of a device, from small head dims to large."""
+    key = (kernel, 8 if dtype == "float64" else 4)
+    table = TABLES[family]
+    rows = table.get((*key, options, _known(cc))) or table.get((*key, options)) or table.get(key, ())
+    return [
+        row
+        for row in sorted(rows, key=lambda row: row.head_dim)
+        if row.shared_bytes(*key) <= shared_limit(cc)
+    ]
+
+
+def in_one_kernel(family: str, dtype: str, head_dim: int, options: tuple[bool, ...], cc: int) -> bool:
+    """Whether a family has a kernel for dq, dk and dv together at that head dim."""
+    return any(row.head_dim >= head_dim for row in _fitting(family, "backward", dtype, options, cc))
 
 
 def kernels_of(family: str) -> tuple[str, ...]:
@@ -230,13 +240,7 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
         dtypes = [dtype for dtype in family.dtypes if family.takes(dtype, one)]
         for dtype, kernel in itertools.product(dtypes, kernels):
             for dims, options in itertools.product([*sorted(buckets), *wider], bits):
-                one_kernel = family.name == "sm80" and kernel == "backward"
-                if one_kernel and not sm80.in_one_kernel(max(dims), options, shared_limit(one)):
-                    continue
-                wide = family.name == "sm80_wide" and kernel == "backward"
-                if wide and not sm80_wide.in_one_kernel(
-                    max(dims), 8 if dtype == "float64" else 4, options, shared_limit(one)
-                ):
+                if kernel == "backward" and not in_one_kernel(family.name, dtype, max(dims), options, one):
                     continue
                 config = choose(family.name, kernel, dtype, *dims, options, one)
                 precisions = family.precisions if dtype == "float32" else ()

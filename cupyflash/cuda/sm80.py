@@ -265,12 +265,6 @@ def heads_together(sizes: Sizes) -> int:
     return max(1, HELD_BYTES // bytes_each)
 
 
-def in_one_kernel(head_dim: int, options: tuple[bool, ...], shared_limit: int) -> bool:
-    """Whether dq, dk and dv may come from one kernel in so much shared memory of a block."""
-    rows = TABLE["backward", 4, options]
-    return any(row.head_dim >= head_dim and row.shared_bytes("backward", 4) <= shared_limit for row in rows)
-
-
 MOST_DECODE_ROWS = 32
 MOST_RUNS = 64
 KEYS_A_RUN, MANY_RUNS = 512, 8  # twice as many keys where they make so many runs

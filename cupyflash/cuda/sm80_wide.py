@@ -166,14 +166,6 @@ _ROWS = {
 }
 
 
-def in_one_kernel(head_dim: int, score_bytes: int, options: tuple[bool, ...], shared_limit: int) -> bool:
-    """Whether dq, dk and dv may come from one kernel in so much shared memory of a block."""
-    return any(
-        row.head_dim >= head_dim and row.shared_bytes("backward", score_bytes) <= shared_limit
-        for row in TABLE["backward", score_bytes, options]
-    )
-
-
 MOST_HEADS_IN_TURNS = 32  # of the one-kernel backward: more would share the L2 cache with too many
 
 
