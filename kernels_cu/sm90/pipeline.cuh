@@ -1,9 +1,7 @@
 // What kernels of a scheduler, a producer and consumers have in common: pipelines and the barriers on them, the
-// scheduler itself, and how wgmma finds tiles.
-//
-// A tile is cut into panels of 64 columns; a row of a panel is 128 bytes, eight chunks of 16, and chunk c of row r lies
-// at place c ^ (r % 8) (TMA's and wgmma's 128-byte swizzle). Columns beyond the head dim are zeros.
+// scheduler itself, and how tiles are cleared. Columns of a tile (core/panels.cuh) beyond the head dim are zeros.
 #pragma once
+#include "core/panels.cuh"
 #include "sm90/work.cuh"
 
 constexpr i32 kWorkSlots = sizeof(Element) == 2 ? 3 : 2;
@@ -15,13 +13,6 @@ template <i32 kCount> struct Ring {
     if (++stage == kCount) stage = 0, parity ^= 1;
   }
 };
-
-CF_DEVICE u32 barrier(const u64* bars, u32 stage) { return shared_address(bars) + 8 * stage; }
-
-// Lower half of a wgmma operand's descriptor. stride: of 64-column panels, where columns are not what is summed over.
-CF_DEVICE u32 descriptor(u32 tile, u32 stride) { return (tile & 0x3ffffu) >> 4 | (stride >> 4) << 16; }
-// The upper half is the same for all: 8 rows are 1024 bytes, swizzled by 128.
-CF_DEVICE u64 whole(u32 lower) { return u64(1024 >> 4 | 1u << 30) << 32 | lower; }
 
 CF_DEVICE u32 address_of(u32 lower) { return (lower & 0x3fffu) << 4; }
 

@@ -6,9 +6,8 @@
 #pragma once
 #include "attn/backward_rows.cuh"
 #include "attn/schedule.cuh"
-#include "core/block.cuh"
+#include "core/panels.cuh"
 #include "core/planes.cuh"
-#include "core/ptx_sm90.cuh"
 
 constexpr i32 kTileRows = 64;
 constexpr i32 kPanels = ceil_div(kHeadDim, 64), kPanelsV = ceil_div(kHeadDimV, 64);
@@ -42,13 +41,6 @@ struct Plane {
   }
 };
 
-CF_DEVICE u32 barrier(const u64* bars, u32 slot) { return shared_address(bars) + 8 * slot; }
-
-// Lower half of a wgmma operand's descriptor. stride: of panels, where columns are not what is summed over.
-CF_DEVICE u32 descriptor(u32 tile, u32 stride) { return (tile & 0x3ffffu) >> 4 | (stride >> 4) << 16; }
-// The upper half is the same for all: 8 rows are 1024 bytes, swizzled by 128.
-CF_DEVICE u64 whole(u32 lower) { return u64(1024 >> 4 | 1u << 30) << 32 | lower; }
-
 // ---- producer: one thread
 
 // Where the planes of a head begin.
@@ -63,11 +55,23 @@ template <i32 kCount> CF_DEVICE void load_plane(u32 to, const TensorMap& map, u3
   }
 }
 
-// A tile that stands: its three planes follow each other.
-template <i32 kCount> CF_DEVICE void load_standing(u32 to, const TensorMap& map, u32 bar, i32 row) {
+// The three planes of a tile that stands follow each other.
+template <i32 kCount> CF_DEVICE void load_planes(u32 to, const TensorMap& map, u32 bar, i32 row) {
   CF_UNROLL_1
   for (i32 plane = 0; plane < kPlanes; ++plane) {
     load_plane<kCount>(to + plane * kCount * kPanelBytes, map, bar, plane, row);
+  }
+}
+
+// Tiles of two tensors in turn, from `row` on.
+CF_DEVICE void load_standing(Barriers& barriers, u32 tiles, const TensorMap& first, const TensorMap& second, i32 row) {
+  const u32 standing = shared_address(&barriers.standing);
+  mbarrier_arrive_expect_tx(standing, kSlotsAt);
+  CF_UNROLL_1
+  for (i32 n = 0; n < kStandingTiles; ++n) {
+    const u32 to = tiles + n * (kTileBytes + kTileBytesV);
+    load_planes<kPanels>(to, first, standing, row + n * kTileRows);
+    load_planes<kPanelsV>(to + kTileBytes, second, standing, row + n * kTileRows);
   }
 }
 

@@ -71,14 +71,7 @@ CF_DEVICE void initialise(Control& control) {
 CF_DEVICE void produce(const Params& p, const TensorMaps& maps, Control& control, u32 tiles) {
   const Work& work = control.work;
   const i32 keys = first_row(work.item, p.heads_kv, work.head_kv, p.seqlen_k) + work.col;
-  const u32 standing = shared_address(&control.barriers.standing);
-  mbarrier_arrive_expect_tx(standing, kSlotsAt);
-  CF_UNROLL_1
-  for (i32 n = 0; n < kStandingTiles; ++n) {
-    const u32 to = tiles + n * (kTileBytes + kTileBytesV);
-    load_standing<kPanels>(to, maps.k, standing, keys + n * kTileRows);
-    load_standing<kPanelsV>(to + kTileBytes, maps.v, standing, keys + n * kTileRows);
-  }
+  load_standing(control.barriers, tiles, maps.k, maps.v, keys);
   Producer producer{control.barriers, tiles + kSlotsAt};
   CF_UNROLL_1
   for (i32 head = work.head; head < work.head_stop; ++head) {

@@ -41,14 +41,7 @@ CF_DEVICE void produce(const Params& p, const TensorMaps& maps, Control& control
   if (work.last < work.first) return;
   const i32 rows = first_row(work.item, p.heads_q, work.head, p.seqlen_q) + work.row;
   const i32 keys = first_row(work.item, p.heads_kv, work.head_kv, p.seqlen_k);
-  const u32 standing = shared_address(&control.barriers.standing);
-  mbarrier_arrive_expect_tx(standing, kSlotsAt);
-  CF_UNROLL_1
-  for (i32 n = 0; n < kStandingTiles; ++n) {
-    const u32 to = tiles + n * (kTileBytes + kTileBytesV);
-    load_standing<kPanels>(to, maps.q, standing, rows + n * kTileRows);
-    load_standing<kPanelsV>(to + kTileBytes, maps.dout, standing, rows + n * kTileRows);
-  }
+  load_standing(control.barriers, tiles, maps.q, maps.dout, rows);
   Producer producer{control.barriers, tiles + kSlotsAt};
   CF_UNROLL_1
   for (i32 n = work.last; n >= work.first; --n) {
