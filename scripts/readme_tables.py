@@ -28,6 +28,12 @@ def table(head: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
 
 
+def run_of(report: dict[str, Any]) -> str:
+    """Where and when a run beside other libraries was made, and of which commit."""
+    versions = [f"CuPy {report['cupy']}", f"PyTorch {report['torch']}", f"cuDNN {report['cudnn']}"]
+    return ", ".join([report["device"], *versions, report["date"], f"commit {report['commit']}"])
+
+
 def cpu() -> str:
     """Speed of the CPU backend beside the plain computation."""
     report = load("cpu.json")
@@ -80,9 +86,8 @@ def peers() -> str:
         for row in short["rows"] + report["rows"]
     ]
     note = (
-        f"{report['device']}, CuPy {report['cupy']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, "
-        f"{report['date']}, commit {report['commit']}; 16384 tokens in all, heads x head dim 2048; TFLOP/s "
-        "(causal halved, backward x 2.5), flash is FlashAttention-2."
+        f"{run_of(report)}; 16384 tokens in all, heads x head dim 2048; TFLOP/s (causal halved, backward x 2.5), "
+        "flash is FlashAttention-2."
     )
     return note + "\n\n" + table(["pass", "head dim", "length", "causal", *names], rows)
 
@@ -124,13 +129,10 @@ def sm80() -> str:
 
 def wide() -> str:
     """float32 by tensor cores and float64, each beside PyTorch's backend for it."""
-    rows, notes = [], set()
+    rows, runs = [], set()
     for name, peer in (("gpu_float32.json", "efficient"), ("gpu_float64.json", "math")):
         report = load(name)
-        notes.add(
-            f"{report['device']}, CuPy {report['cupy']}, PyTorch {report['torch']}, {report['date']}, commit "
-            f'{report["commit"]}; arrays (4, 2048 / head dim, 4096, head dim); float32 with `precision="tf32x3"`.'
-        )
+        runs.add(run_of(report))
         rows += [
             [
                 row["dtype"].replace("fp", "float"),
@@ -143,7 +145,8 @@ def wide() -> str:
             ]
             for row in report["rows"]
         ]
-    [note] = notes  # of one commit and date
+    [run] = runs  # of one commit and date
+    note = f'{run}; arrays (4, 2048 / head dim, 4096, head dim); float32 with `precision="tf32x3"`.'
     head = ["dtype", "pass", "head dim", "causal", "cupyflash", "PyTorch", "times as fast"]
     return note + "\n\n" + table(head, rows)
 
@@ -160,8 +163,7 @@ def options() -> str:
         heads = f"{row['HQ']} over {row['HK']}" if row["HQ"] != row["HK"] else str(row["HQ"])
         rows.append([row["mode"], str(row["D"]), heads, option + (", causal" if causal else ""), *times])
     note = (
-        f"{report['device']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, {report['date']}, commit "
-        f"{report['commit']}; bfloat16, batch 4, length 4096; milliseconds; dropout 0.1, window 512, softcap 30, the "
+        f"{run_of(report)}; bfloat16, batch 4, length 4096; milliseconds; dropout 0.1, window 512, softcap 30, the "
         "bias full, in the backward with its gradient."
     )
     return note + "\n\n" + table(["pass", "head dim", "heads", "option", *names], rows)
@@ -176,10 +178,7 @@ def decode() -> str:
         kv_bytes = 2 * 2 * row["B"] * row["HK"] * row["N"] * row["D"]
         speeds = [f"{kv_bytes / row['seconds'][name] / 1e12:.2f}" for name in names]
         rows.append([f"{row['B']}", f"{row['HQ']} over {row['HK']}", str(row["N"]), str(row["D"]), *speeds])
-    note = (
-        f"{report['device']}, PyTorch {report['torch']}, cuDNN {report['cudnn']}, {report['date']}, commit "
-        f"{report['commit']}; bfloat16, `sm80`; TB/s of keys and values."
-    )
+    note = f"{run_of(report)}; bfloat16, `sm80`; TB/s of keys and values."
     return note + "\n\n" + table(["batch", "heads", "keys", "head dim", *names], rows)
 
 

@@ -11,6 +11,7 @@ a given lse rounded another way.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -144,13 +145,9 @@ def judge_forward(problem: Problem, out: Any, lse: Any, parts: list[Part]) -> li
     found = []
     for part in steps(parts, "checking rows"):
         arguments, options = part_arguments(problem, part)
-
-        def plain(order: int, arguments: Any = arguments, options: Any = options) -> dict[str, Any]:
-            results = testing.plain(*_rolled(arguments, order), return_lse=True, **options)
-            return {"out": _rolled_back(results[0], order), "lse": results[1]}
-
         exact = reference.attention(*arguments, return_lse=True, **options)
         actual = {"out": part.of(out), "lse": part.of(lse)}
+        plain = partial(_plain_forward, arguments, options)
         found.append(_Found(part, actual, plain, dict(zip(actual, exact))))
     return [_judged_together(name, name, found) for name in ("out", "lse")]
 
@@ -166,32 +163,40 @@ def judge_gradients(
         for name, x in gradients._asdict().items()
         if name in names
     }
-    lines = []
-    for wrt, parts in (["q"], rows), ([name for name in names if name != "q"], cols):
-        found = []
-        what = " and ".join(f"d{name}" for name in wrt)
-        for part in steps(parts, f"checking rows of {what}") if wrt and wrt[0] in names else ():
-            arguments, options = part_arguments(problem, part)
-            given = (part.of(dout), *arguments, *(() if wrt == ["q"] else (part.of(out), part.of(lse))))
+    found: dict[str, list[_Found]] = {name: [] for name in names}
+    for part in steps(rows, "checking rows of dq") if "q" in names else ():
+        arguments, options = part_arguments(problem, part)
+        actual = {"q": part.of(full["q"])}
+        found["q"].append(_with_both(part, actual, (part.of(dout), *arguments), options))
+    wrt = [name for name in names if name != "q"]
+    for part in steps(cols, "checking rows of dk and dv") if wrt else ():
+        arguments, options = part_arguments(problem, part)
+        head = part.heads.start // problem.group
+        actual = {name: full[name][part.item][head : head + 1, part.cols] for name in wrt}
+        given = (part.of(dout), *arguments, part.of(out), part.of(lse))
+        both = _with_both(part, actual, given, options)
+        for name in wrt:
+            found[name].append(both)
+    return [_judged_together(f"d{name}", name, parts) for name, parts in found.items() if parts]
 
-            def plain(
-                order: int, given: Any = given, options: Any = options, wrt: Any = wrt
-            ) -> dict[str, Any]:
-                dout, q, k, v, *rest = _rolled(given[:5], order) + tuple(_nudged(x, order) for x in given[5:])
-                found = testing.plain_backward(dout, q, k, v, *rest, wrt=wrt, **options)
-                return {name: _rolled_back(getattr(found, name), order) for name in wrt}
 
-            exact = reference.attention_backward(*given, wrt=wrt, **options)._asdict()
-            head = part.heads.start // problem.group
-            actual = {
-                name: part.of(full[name])
-                if name == "q"
-                else full[name][part.item][head : head + 1, part.cols]
-                for name in wrt
-            }
-            found.append(_Found(part, actual, plain, exact))
-        lines += [_judged_together(f"d{name}", name, found) for name in wrt if found]
-    return lines
+def _with_both(part: Part, actual: dict[str, Any], given: tuple[Any, ...], options: dict[str, Any]) -> _Found:
+    """The gradients of a part beside the two that they are judged by."""
+    exact = reference.attention_backward(*given, wrt=list(actual), **options)._asdict()
+    return _Found(part, actual, partial(_plain_backward, given, options, list(actual)), exact)
+
+
+def _plain_forward(arguments: tuple[Any, ...], options: dict[str, Any], order: int) -> dict[str, Any]:
+    out, lse = testing.plain(*_rolled(arguments, order), return_lse=True, **options)
+    return {"out": _rolled_back(out, order), "lse": lse}
+
+
+def _plain_backward(
+    given: tuple[Any, ...], options: dict[str, Any], wrt: list[str], order: int
+) -> dict[str, Any]:
+    lse = tuple(_nudged(x, order) for x in given[5:])
+    found = testing.plain_backward(*_rolled(given[:5], order), *lse, wrt=wrt, **options)
+    return {name: _rolled_back(getattr(found, name), order) for name in wrt}
 
 
 def _rolled(arrays: tuple[Any, ...], order: int) -> tuple[Any, ...]:
