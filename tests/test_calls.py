@@ -86,3 +86,16 @@ def test_every_address_is_held_to_its_dtype():
     }
     assert found["sm80"] == {"q": 2, "k": 2, "v": 2, "bias": 8, "sinks": 4}
     assert found["sm90"] == {"q": 16, "k": 16, "v": 16, "mask": 2, "bias": 16, "sinks": 4}
+
+
+def test_a_call_with_an_object_of_unknown_type_is_not_remembered():
+    class Array: ...
+
+    class Foreign: ...
+
+    def kinds(*values):
+        return ((), calls._kinds(values, range(len(values))))
+
+    assert calls._is_plain(kinds(None, True, 3, 0.5, "top_left", (1, None), np.int64(3), Array()), Array)
+    assert not calls._is_plain(kinds(None, Foreign()), Array)
+    assert not calls._is_plain(kinds((Foreign(), 0, 0)), Array)
