@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .simt import ceil
 from .wgmma import wrapper
@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES = 1024  # of swizzled tiles; dynamic shared memory is rounded up to it
 REGISTERS = 65536  # of a multiprocessor
+
+
+def registers_suffice(roles: Any, consumers: int) -> dict[str, bool]:
+    """The rule that a producer and consumers, which trade registers, hold no more than their block starts with."""
+    wanted = 128 * (roles.producer_registers + consumers * roles.consumer_registers)
+    held = REGISTERS // (8 * roles.threads) * 8 * roles.threads
+    return {f"the roles want {wanted} registers, the block has {held}": wanted <= held}
 
 
 class Geometry(NamedTuple):
@@ -82,10 +89,6 @@ class Geometry(NamedTuple):
     def broken_rules(self, kernel: str, score_bytes: int) -> list[str]:
         """What of the kernel's assumptions does not hold."""
         consumers = self.block_q // 64
-        wanted = 128 * (self.producer_registers + consumers * self.consumer_registers)
-        held = (
-            REGISTERS // (8 * self.threads) * 8 * self.threads
-        )  # a block starts with as many; warpgroups trade them
         rules = {
             f"block_q = {self.block_q} must be a multiple of 64": self.block_q % 64 == 0,
             f"block_kv = {self.block_kv} must be a multiple of 16 up to 256": self.block_kv % 16 == 0
@@ -94,7 +97,7 @@ class Geometry(NamedTuple):
             f"out_panels = {self.out_panels} must divide the panels of a result": ceil(self.head_dim_v, 64)
             % self.out_panels
             == 0,
-            f"the roles want {wanted} registers, the block has {held}": wanted <= held,
+            **registers_suffice(self, consumers),
             "turns need two consumers": consumers > 1 or not self.ping_pong,
         }
         for name in ("head_dim", "head_dim_v"):

@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING, NamedTuple
 
 from .simt import ceil
-from .sm90 import ALIGNMENT_BYTES, REGISTERS
+from .sm90 import ALIGNMENT_BYTES, registers_suffice
 from .wgmma import wrapper
 
 if TYPE_CHECKING:
@@ -76,15 +76,13 @@ class Geometry(NamedTuple):
     def broken_rules(self, kernel: str, score_bytes: int) -> list[str]:
         """What of the kernel's assumptions does not hold."""
         consumers = self.block_q // 64
-        wanted = 128 * (self.producer_registers + consumers * self.consumer_registers)
-        held = REGISTERS // (8 * self.threads) * 8 * self.threads  # at the start; warpgroups trade them
         rules = {
             f"block_q = {self.block_q} must be a multiple of 64": self.block_q % 64 == 0,
             f"block_kv = {self.block_kv} must be a multiple of 16 up to 256": self.block_kv % 16 == 0
             and self.block_kv <= 256,
             f"{consumers} consumers, of 1 to 4": 1 <= consumers <= 4,
             f"slots = {self.slots} must hold a tile": self.slots >= PLANES,
-            f"the roles want {wanted} registers, the block has {held}": wanted <= held,
+            **registers_suffice(self, consumers),
         }
         for name in ("head_dim", "head_dim_v"):
             size = getattr(self, name)

@@ -10,7 +10,7 @@ import numpy as np
 
 from .params import ADDRESSES
 from .simt import ceil
-from .sm90 import ALIGNMENT_BYTES, REGISTERS
+from .sm90 import ALIGNMENT_BYTES, registers_suffice
 from .sm90_wide import PANEL, PLANES, SPLIT_COLUMNS
 from .tensormap import Form
 from .wgmma import wrapper
@@ -94,14 +94,12 @@ class Geometry(NamedTuple):
 
     def broken_rules(self, kernel: str, score_bytes: int) -> list[str]:
         """What of the kernel's assumptions does not hold."""
-        wanted = 128 * (self.producer_registers + self.consumers * self.consumer_registers)
-        held = REGISTERS // (8 * self.threads) * 8 * self.threads
         rules = {
             f"a consumer a tile that stands, or two for one; {self.consumers} for {self.standing}": self.consumers
             == self.standing
             or (self.consumers, self.standing) == (2, 1),
             f"slots = {self.slots} must hold a tile of each": self.slots >= 2 * PLANES,
-            f"the roles want {wanted} registers, the block has {held}": wanted <= held,
+            **registers_suffice(self, self.consumers),
         }
         for name in ("head_dim", "head_dim_v"):
             size = getattr(self, name)
