@@ -10,12 +10,21 @@ from support import normal
 
 import cupyflash
 from cupyflash import Gradients
+from cupyflash.cpu import workers
 
 MIB = 2**20
 FORWARD_BAR, BACKWARD_BAR = 64 * MIB, 160 * MIB
 LONG = 32768
 # Few tiles are left to compute; a mask, a bias or a distance built whole would still be hundreds of MiB.
 NARROW = {"window": (16, 3), "q_lengths": 8192}
+
+
+@pytest.fixture(autouse=True)
+def two_threads():
+    """Each worker has buffers: how many there are at once is up to the machine otherwise."""
+    threadpoolctl = pytest.importorskip("threadpoolctl")
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):
+        yield
 
 
 def allocated(call):
@@ -132,3 +141,13 @@ def test_plan_states_the_workspace(backward):
     stated = cupyflash.plan(*arrays, backward=backward).workspace_bytes
     found = measure(*arrays, window=(1000, 1000))[backward]
     assert stated <= found <= 1.5 * stated + MIB
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_plan_states_no_more_workers_than_tasks(backward, monkeypatch):
+    arrays = operands(length=8192)
+    stated = []
+    for threads in (1, 2, 1000, 2000):
+        monkeypatch.setattr(workers, "thread_count", lambda threads=threads: threads)
+        stated.append(cupyflash.plan(*arrays, backward=backward).workspace_bytes)
+    assert stated[0] * 2 == stated[1] < stated[2] == stated[3] <= 32 * stated[0]

@@ -129,7 +129,7 @@ def plan(problem: Problem, backward: bool = False) -> cost.Plan:
     Returns
     -------
     Plan
-        ``workspace_bytes`` are the tile buffers of all worker threads.
+        ``workspace_bytes`` are the tile buffers of all worker threads, no more of them than there are tasks.
 
     Examples
     --------
@@ -142,7 +142,11 @@ def plan(problem: Problem, backward: bool = False) -> cost.Plan:
     ('cpu fwd float32 d64 q1024 kv256', 34359738368)
     """
     p, tiles = problem, choose_tiles(problem, backward)
-    threads = 1 if _is_small(p) else workers.thread_count()
+    heads, length, block = (
+        (p.heads_kv, p.seqlen_k, tiles.block_kv) if backward else (p.heads_q, p.seqlen_q, tiles.block_q)
+    )
+    tasks = p.batch * heads * -(-length // block)
+    threads = 1 if _is_small(p) else max(1, min(workers.thread_count(), tasks))
     elements = sum(math.prod(shape) for shape in buffer_shapes(p, tiles, backward).values())
     if backward:
         given = (getattr(p, name) for name in p.differentiable)
