@@ -4,8 +4,8 @@ Some rows of scores, or columns, are a problem of their own: the same options wi
 dropout origin moved to where they lie. So a result of any length can be checked at the cost of a few rows.
 
 With so few values a single rounding can decide the error of the plain computation, and by luck it is none. So the
-bound may be that of the plain computation in another order of summation: with the columns of head_dim rolled, and
-a given lse rounded another way.
+bound may be that of the plain computation in another order of summation: with the columns of head_dim rolled, a
+given lse rounded another way, and by the host's products in place of the GPU's.
 """
 
 from __future__ import annotations
@@ -187,21 +187,27 @@ def _with_both(part: Part, actual: dict[str, Any], given: tuple[Any, ...], optio
 
 
 def _plain_forward(arguments: tuple[Any, ...], options: dict[str, Any], order: int) -> dict[str, Any]:
-    out, lse = testing.plain(*_rolled(arguments, order), return_lse=True, **options)
+    arguments, options = _in_order(arguments, options, order)
+    out, lse = testing.plain(*arguments, return_lse=True, **options)
     return {"out": _rolled_back(out, order), "lse": lse}
 
 
 def _plain_backward(
     given: tuple[Any, ...], options: dict[str, Any], wrt: list[str], order: int
 ) -> dict[str, Any]:
-    lse = tuple(_nudged(x, order) for x in given[5:])
-    found = testing.plain_backward(*_rolled(given[:5], order), *lse, wrt=wrt, **options)
+    given, options = _in_order(given, options, order)
+    found = testing.plain_backward(*given, wrt=wrt, **options)
     return {name: _rolled_back(getattr(found, name), order) for name in wrt}
 
 
-def _rolled(arrays: tuple[Any, ...], order: int) -> tuple[Any, ...]:
-    """Operands whose sums over columns begin elsewhere: an eighth of them for each order."""
-    return tuple(np.roll(x, order * x.shape[-1] // ORDERS, axis=-1) for x in arrays)
+def _in_order(
+    arrays: tuple[Any, ...], options: dict[str, Any], order: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Operands (a given lse is the sixth) and options as the plain computation of that order takes them."""
+    if order % 2:
+        arrays, options = to_host(arrays), {name: to_host(x) for name, x in options.items()}
+    rolled = (np.roll(x, order * x.shape[-1] // ORDERS, axis=-1) for x in arrays[:5])
+    return (*rolled, *(_nudged(x, order) for x in arrays[5:])), options
 
 
 def _nudged(lse: Any, order: int) -> Any:
