@@ -54,7 +54,7 @@ CF_DEVICE void store_rows(const Params& p, const Sums& sums, const Rows<Element>
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kFinishThreads, 3) cupyflash_finish_queries(const Params p) {
+extern "C" __global__ void __launch_bounds__(kFinishThreads, 2) cupyflash_finish_queries(const Params p) {
   const u32 units = ceil_div(p.seqlen_q, kRowUnit), matrix = block_index() / units;
   const i32 head = i32(matrix % u32(p.heads_q)), cols = p.splits, warp = i32(thread_index()) / 32, lane = i32(lane_index());
   const i32 block = i32(block_index() % units) * kRowUnit + warp / 4 * kRowBlock, row = block + warp % 4 * 16 + lane / 4;
