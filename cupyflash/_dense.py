@@ -20,7 +20,6 @@ import numpy as np
 
 from .arrays import array_module, as_operand
 from .dropout import keep_matrices
-from .masks import allowed
 from .problem import Gradients, Problem
 from .request import wanted_gradients
 
@@ -222,15 +221,12 @@ class _Dense:
         return functools.reduce(operator.or_, parts) if parts else None
 
     def _positions(self) -> Any:
-        """`masks.allowed` of every batch item, (*lead, 1, m, n) or (m, n) where all items are alike."""
+        """What position allows in every batch item, (*lead, 1, m, n) or (m, n) where all items are alike."""
         problem = self.problem
         rows, cols = np.arange(problem.seqlen_q), np.arange(problem.seqlen_k)
         items = np.stack([x.reshape(-1) for x in (self.q_lengths, self.kv_lengths, self.offsets)], axis=1)
         kinds, index = np.unique(items, axis=0, return_inverse=True)
-        masks = [
-            allowed(rows, cols, left=problem.left, right=problem.right, offset=o, q_length=m, kv_length=n)
-            for m, n, o in kinds.tolist()
-        ]
+        masks = [problem.visibility(*kind).allowed(rows, cols) for kind in kinds]
         if len(masks) == 1:
             return self.xp.asarray(masks[0])
         shape = (*problem.lead, 1, len(rows), len(cols))

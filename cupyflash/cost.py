@@ -1,7 +1,5 @@
 """What one call costs: FLOPs, bytes moved, peak memory, in closed form.
 
-Pairs are counted in `pairs`.
-
 FLOPs. A product of an (m, k) and a (k, n) matrix is 2 m k n. Forward: q k^T and p v. Backward: q k^T again,
 dout v^T, p^T dout, dS k and dS^T q. Pairs that no query may see cost nothing; exp, max and sums are not
 counted, nor is what ``mask`` and ``bias`` exclude (tiles are skipped by position alone).
@@ -30,6 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .arrays import is_device
+from .masks import Visibility
 from .pairs import keys_read
 
 if TYPE_CHECKING:
@@ -236,28 +235,19 @@ def peak_bytes_tiled(problem: Problem, backward: bool = False, workspace_bytes: 
 
 def _over_items(problem: Problem, block: int, transposed: bool = False) -> int:
     """`keys_read` summed over the leading axes; transposed: rows read by tiles of keys."""
-    total = 0
-    p = problem
-    for q_length, kv_length, offset, count in _items(p):
-        left, right = (None, None) if is_device(p.query_offset) else (p.left, p.right)
-        m, n = p.seqlen_q, p.seqlen_k
-        if transposed:  # i + offset - left <= j <= i + offset + right, solved for i
-            m, n, q_length, kv_length = n, m, kv_length, q_length
-            left, right, offset = right, left, -offset
-        total += count * keys_read(
-            m, n, block_q=block, left=left, right=right, offset=offset, q_length=q_length, kv_length=kv_length
-        )
-    return total
+    items = _items(problem)
+    return sum(n * keys_read(x.transposed() if transposed else x, block) for x, n in items)
 
 
-def _items(problem: Problem) -> list[tuple[int, int, int, int]]:
-    """Distinct (q_length, kv_length, offset) with how often each occurs; device values, unread, count as full."""
+def _items(problem: Problem) -> list[tuple[Visibility, int]]:
+    """Who sees whom in batch items, each kind with their number; device values, unread, count as full."""
     p = problem
     if any(is_device(x) for x in (p.q_lengths, p.kv_lengths, p.query_offset)):
-        return [(p.seqlen_q, p.seqlen_k, p.seqlen_k - p.seqlen_q if p.bottom_right else 0, p.batch)]
+        full = p.visibility(p.seqlen_q, p.seqlen_k, p.seqlen_k - p.seqlen_q if p.bottom_right else 0)
+        return [(full._replace(left=None, right=None) if is_device(p.query_offset) else full, p.batch)]
     rows = np.stack([x.reshape(-1) for x in p.host_lengths()], axis=1)
     distinct, counts = np.unique(rows, axis=0, return_counts=True)
-    return [(*map(int, row), int(count)) for row, count in zip(distinct, counts)]  # type: ignore[misc]
+    return [(p.visibility(*row), int(count)) for row, count in zip(distinct, counts)]
 
 
 def _stored(problem: Problem, name: str) -> int:

@@ -1,4 +1,4 @@
-"""How many pairs (query, key) position and lengths allow, and how many keys tiles read, in closed form.
+"""How many keys tiles of queries read, and so how many pairs are visible, in closed form.
 
 Query i sees the keys of the interval [max(0, p - left), min(kv_length, p + right + 1)) with p = i + offset. Both ends
 are a line clipped to [0, kv_length], and clipping keeps their order; so the number of visible pairs is a difference
@@ -11,33 +11,18 @@ Everything is evaluated with Python's integers, so it is exact for any length.
 
 from __future__ import annotations
 
+from .masks import Visibility
 
-def keys_read(
-    seqlen_q: int,
-    seqlen_k: int,
-    *,
-    block_q: int = 1,
-    left: int | None = None,
-    right: int | None = None,
-    offset: int = 0,
-    q_length: int | None = None,
-    kv_length: int | None = None,
-) -> int:
+
+def keys_read(visible: Visibility, block_q: int = 1) -> int:
     """Keys that tiles of ``block_q`` queries read, summed over the tiles of one score matrix.
 
     Parameters
     ----------
-    seqlen_q, seqlen_k : int
-        m and n.
+    visible : Visibility
+        Who sees whom.
     block_q : int
-        Queries per tile.
-    left, right : int or None
-        Key j is visible where p - left <= j <= p + right, p = i + offset; None is no bound.
-        Causal is ``right=0``.
-    offset : int
-        The query offset.
-    q_length, kv_length : int or None
-        Lengths in use; None is all.
+        Queries a tile; with 1 the sum is the number of visible pairs.
 
     Returns
     -------
@@ -46,12 +31,13 @@ def keys_read(
 
     Examples
     --------
+    >>> from cupyflash.masks import Visibility
     >>> from cupyflash.pairs import keys_read
-    >>> keys_read(4, 4, right=0), keys_read(4, 4, right=0, block_q=2), keys_read(4, 4)
-    (10, 6, 16)
+    >>> causal = Visibility(left=None, right=0, offset=0, q_length=4, kv_length=4)
+    >>> keys_read(causal), keys_read(causal, block_q=2)
+    (10, 6)
     """
-    rows = seqlen_q if q_length is None else q_length
-    keys = seqlen_k if kv_length is None else kv_length
+    left, right, offset, rows, keys = visible
     whole, rest = divmod(rows, block_q)
     total = 0
     # Tiles are whole ones, at rows 0, block_q, ..., and at most one shorter one at the end.
@@ -64,29 +50,6 @@ def keys_read(
             start = _clipped_line(tiles, block_q, first + offset - left, keys)
         total += stop - start
     return total
-
-
-def visible_pairs(
-    seqlen_q: int,
-    seqlen_k: int,
-    *,
-    left: int | None = None,
-    right: int | None = None,
-    offset: int = 0,
-    q_length: int | None = None,
-    kv_length: int | None = None,
-) -> int:
-    """Pairs (query, key) of one score matrix that position and lengths allow; parameters as `keys_read`.
-
-    Examples
-    --------
-    >>> from cupyflash.pairs import visible_pairs
-    >>> visible_pairs(100_000, 100_000, right=0)
-    5000050000
-    """
-    return keys_read(
-        seqlen_q, seqlen_k, left=left, right=right, offset=offset, q_length=q_length, kv_length=kv_length
-    )
 
 
 def _clipped_line(count: int, step: int, start: int, high: int) -> int:

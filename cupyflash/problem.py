@@ -11,6 +11,7 @@ import numpy as np
 from . import checks
 from .arrays import DTYPE_NAMES, array_module, as_operand, is_device
 from .dropout import Dropout
+from .masks import Visibility
 
 PRECISIONS = ("ieee", "tf32x3", "tf32")
 
@@ -224,6 +225,10 @@ class Problem:
         kv_lengths = np.clip(host(self.kv_lengths, self.seqlen_k), 0, self.seqlen_k)
         offsets = kv_lengths - q_lengths if self.bottom_right else host(self.query_offset, 0)
         return q_lengths, kv_lengths, offsets
+
+    def visibility(self, q_length: int, kv_length: int, offset: int) -> Visibility:
+        """Who sees whom in a batch item of these lengths and offset, as `host_lengths` gives them."""
+        return Visibility(self.left, self.right, int(offset), int(q_length), int(kv_length))
 
 
 def _operands(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any, tuple[str, ...]]:

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyflash import cost, pairs
+from cupyflash.masks import Visibility
 from cupyflash.problem import Problem
 from cupyflash.roofline import GPUS, roofline
 
@@ -16,28 +17,16 @@ bounds = st.none() | st.integers(0, 14) | st.just(10**30)
 
 
 @st.composite
-def positions(draw):
-    m, n = draw(sizes), draw(sizes)
-    return (
-        m,
-        n,
-        {
-            "left": draw(bounds),
-            "right": draw(bounds),
-            "offset": draw(st.integers(-15, 15)),
-            "q_length": draw(st.none() | st.integers(0, m)),
-            "kv_length": draw(st.none() | st.integers(0, n)),
-        },
-    )
+def visibilities(draw):
+    return Visibility(draw(bounds), draw(bounds), draw(st.integers(-15, 15)), draw(sizes), draw(sizes))
 
 
-def seen_keys(i, n, *, left, right, offset, q_length, kv_length):
+def seen_keys(i, visible):
     """The keys that row i sees, by the words of the contract."""
-    if q_length is not None and i >= q_length:
-        return set()
+    left, right, offset, _, kv_length = visible
     return {
         j
-        for j in range(n if kv_length is None else kv_length)
+        for j in range(kv_length)
         if (left is None or i + offset - left <= j) and (right is None or j <= i + offset + right)
     }
 
@@ -49,30 +38,23 @@ def described(shape_q, shape_k=None, shape_v=None, dtype=np.float16, **options):
     return Problem.create(*(np.broadcast_to(dtype(0), s) for s in (shape_q, shape_k, shape_v)), **options)
 
 
-@given(positions())
-def test_visible_pairs_counts_them(case):
-    m, n, where = case
-    assert pairs.visible_pairs(m, n, **where) == sum(len(seen_keys(i, n, **where)) for i in range(m))
-
-
-@given(positions(), st.integers(1, 5))
-def test_keys_read_counts_the_union_of_each_tile(case, block_q):
-    m, n, where = case
+@given(visibilities(), st.integers(1, 5))
+def test_keys_read_counts_the_union_of_each_tile(visible, block_q):
     counted = 0
-    for start in range(0, m, block_q):
-        keys = [seen_keys(i, n, **where) for i in range(start, min(start + block_q, m))]
+    for start in range(0, visible.q_length, block_q):
+        keys = [seen_keys(i, visible) for i in range(start, min(start + block_q, visible.q_length))]
         union = set().union(*keys)
         # An interval of keys that no single row sees (all beyond either end) cannot lie between two that do.
         assert union == set(range(min(union), max(union) + 1)) if union else True
         counted += len(union)
-    assert pairs.keys_read(m, n, block_q=block_q, **where) == counted
+    assert pairs.keys_read(visible, block_q) == counted
 
 
-def test_visible_pairs_is_exact_at_any_length():
+def test_visible_pairs_are_exact_at_any_length():
     n = 10**12
-    assert pairs.visible_pairs(n, n, right=0) == n * (n + 1) // 2
-    assert pairs.visible_pairs(n, n, left=4, right=0) == 5 * n - 10
-    assert pairs.visible_pairs(1, n, right=0, offset=n - 1) == n
+    assert pairs.keys_read(Visibility(None, 0, 0, n, n)) == n * (n + 1) // 2
+    assert pairs.keys_read(Visibility(4, 0, 0, n, n)) == 5 * n - 10
+    assert pairs.keys_read(Visibility(None, 0, n - 1, 1, n)) == n
 
 
 def test_the_score_matrix_of_the_usual_examples():

@@ -12,7 +12,6 @@ from support import BFLOAT16, DTYPE_IDS, DTYPES, NEG_INF, assert_same, check, co
 import cupyflash
 from cupyflash import Gradients, cpu, reference, testing
 from cupyflash.cpu import backward_pass, forward_pass, scores, shares, workers
-from cupyflash.masks import allowed
 from cupyflash.problem import Problem
 
 rng = np.random.default_rng(7)
@@ -381,11 +380,8 @@ def test_only_tiles_that_someone_sees_are_computed_and_only_borders_are_masked(m
     use_tiles(monkeypatch, block_q, block_kv)
     q, k, v = qkv(np, m=150, n=110, d=4)
     problem = Problem.create(q, k, v, **options)
-    q_length, kv_length, offset = (
-        int(x) for x in (y.reshape(()) for y in map(np.ravel, problem.host_lengths()))
-    )
-    bounds = {"left": problem.left, "right": problem.right, "offset": offset}
-    seen = allowed(range(150), range(110), q_length=q_length, kv_length=kv_length, **bounds)
+    lengths = (int(np.ravel(x)[0]) for x in problem.host_lengths())
+    seen = problem.visibility(*lengths).allowed(range(150), range(110))
     tiles, masked = [], []
     options_of, outside = scores.Scorer.options, scores._outside
 
@@ -395,9 +391,9 @@ def test_only_tiles_that_someone_sees_are_computed_and_only_borders_are_masked(m
 
     monkeypatch.setattr(scores.Scorer, "options", record)
 
-    def record_mask(rows, cols, geometry):
+    def record_mask(rows, cols, visibility):
         masked.append((rows, cols))
-        return outside(rows, cols, geometry)
+        return outside(rows, cols, visibility)
 
     monkeypatch.setattr(scores, "_outside", record_mask)
     out, vjp = cupyflash.attention_vjp(q, k, v, **options)

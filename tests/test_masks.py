@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyflash import masks
+from cupyflash.masks import Visibility
 
 HUGE = 10**30
 bounds = st.none() | st.integers(0, 12) | st.sampled_from([2**31, 2**63, HUGE])
@@ -39,36 +40,36 @@ def sees(i, j, left, right, offset, q_length, kv_length):
 @given(rules)
 def test_allowed_is_the_rule(rule):
     expected = [[sees(i, j, **rule) for j in range(12)] for i in range(12)]
-    np.testing.assert_array_equal(masks.allowed(range(12), range(12), **rule), expected)
+    np.testing.assert_array_equal(Visibility(**rule).allowed(range(12), range(12)), expected)
 
 
 @given(rules, spans)
-def test_key_interval_is_the_hull_of_what_some_row_sees(rule, span):
-    start, stop = masks.key_interval(*span, **rule)
+def test_keys_of_some_are_the_hull_of_what_some_row_sees(rule, span):
+    start, stop = Visibility(**rule).keys_of_some(*span)
     seen = {j for i in range(*span) for j in range(12) if sees(i, j, **rule)}
     assert 0 <= start <= stop <= rule["kv_length"] or (start, stop) == (0, 0)
     assert set(range(start, stop)) == seen
 
 
 @given(rules, spans)
-def test_full_interval_is_what_every_row_sees(rule, span):
-    start, stop = masks.full_interval(*span, **rule)
+def test_keys_of_all_are_what_every_row_sees(rule, span):
+    start, stop = Visibility(**rule).keys_of_all(*span)
     rows = range(*span)
     seen = {j for j in range(12) if len(rows) and all(sees(i, j, **rule) for i in rows)}
     assert set(range(start, stop)) == seen
 
 
 @given(rules, spans)
-def test_query_interval_is_the_hull_of_the_rows_that_see_the_tile(rule, span):
-    start, stop = masks.query_interval(*span, **rule)
+def test_rows_of_some_are_the_hull_of_the_rows_that_see_the_tile(rule, span):
+    start, stop = Visibility(**rule).rows_of_some(*span)
     rows = {i for i in range(12) if any(sees(i, j, **rule) for j in range(*span))}
     assert 0 <= start <= stop <= rule["q_length"] or (start, stop) == (0, 0)
     assert set(range(start, stop)) == rows
 
 
 def test_rows_and_columns_need_not_start_at_zero():
-    whole = masks.allowed(range(20), range(30), left=3, right=2, offset=4, q_length=18, kv_length=29)
-    part = masks.allowed(np.arange(5, 19), range(7, 30), left=3, right=2, offset=4, q_length=18, kv_length=29)
+    visible = Visibility(left=3, right=2, offset=4, q_length=18, kv_length=29)
+    whole, part = visible.allowed(range(20), range(30)), visible.allowed(np.arange(5, 19), range(7, 30))
     np.testing.assert_array_equal(part, whole[5:19, 7:30])
     assert part.any()
     assert not part.all()
@@ -84,7 +85,7 @@ def test_rows_and_columns_need_not_start_at_zero():
     ],
 )
 def test_zero_is_a_bound_and_sizes_are_inclusive(left, right, expected):
-    seen = masks.allowed(range(4), range(3), left=left, right=right, offset=0, q_length=4, kv_length=3)
+    seen = Visibility(left, right, offset=0, q_length=4, kv_length=3).allowed(range(4), range(3))
     assert ["".join(str(int(x)) for x in row) for row in seen] == expected
 
 

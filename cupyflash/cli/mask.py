@@ -80,23 +80,15 @@ def command(shape: tuple[int, int], plot: Path | None, force: bool, as_json: boo
 
 def _masks(m: int, n: int, options: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
     """(allowed by position and lengths, kept by dropout or None) for one score matrix."""
-    from .. import dropout_mask, masks
+    from .. import dropout_mask
     from ..problem import Problem
 
     x = np.float32(0)
     problem = Problem.create(
         np.broadcast_to(x, (m, 1)), np.broadcast_to(x, (n, 1)), np.broadcast_to(x, (n, 1)), **options
     )
-    q_length, kv_length, offset = (int(part) for part in problem.host_lengths())
-    allowed = masks.allowed(
-        np.arange(m),
-        np.arange(n),
-        left=problem.left,
-        right=problem.right,
-        offset=offset,
-        q_length=q_length,
-        kv_length=kv_length,
-    )
+    q_length, kv_length, offset = map(int, problem.host_lengths())
+    allowed = problem.visibility(q_length, kv_length, offset).allowed(range(m), range(n))
     if not options.get("dropout_p"):
         return allowed, None
     kept = dropout_mask(

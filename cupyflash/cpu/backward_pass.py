@@ -6,19 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .. import masks
 from ..request import BackwardRequest
 from .gradients import GradientSums, Task
 from .scores import SMALL, Scorer, distances, largest_norm, toeplitz
 from .shares import TaskShares, Visit
-from .tiles import (
-    Buffers,
-    Index,
-    Operand,
-    Tiles,
-    geometry_runs,
-    matrix_index,
-)
+from .tiles import Buffers, Index, Operand, Tiles, matrix_index, visibility_runs
 
 
 class Rows(NamedTuple):
@@ -117,9 +109,9 @@ class BackwardWorker:
         """The shares of one (batch item, kv head), or of a stack of them."""
         p, block = self._problem, self._tiles.block_q
         kv_index, stack = self._sums.kv_index(task, inner), len(task.units)
-        geometry = self._sums.geometry(kv_index)
-        cols = slice(task.cols.start, min(task.cols.stop, geometry["kv_length"]))
-        start, stop = masks.query_interval(cols.start, cols.stop, **geometry)
+        visibility = self._sums.visibility(kv_index)
+        cols = slice(task.cols.start, min(task.cols.stop, visibility.kv_length))
+        start, stop = visibility.rows_of_some(cols.start, cols.stop)
         if start == stop:
             return
         k = self._scorer.load_k(kv_index, cols, stack)
@@ -129,15 +121,15 @@ class BackwardWorker:
         keys = Keys(k, v, dk, dv, norm)
         for row in range(start // block * block, stop, block):
             rows = slice(max(row, start), min(row + block, stop))
-            first, last = masks.key_interval(rows.start, rows.stop, **geometry)
+            first, last = visibility.keys_of_some(rows.start, rows.stop)
             seen = slice(max(cols.start, first), min(cols.stop, last))
             seen_keys = keys.cut(seen.start - cols.start, seen.stop - cols.start)
             place = number * -(-p.seqlen_q // block) + row // block
             self._sums.order.advance(task.key, place)
             for head in range(p.group):
                 q_index = (*kv_index[:-1], kv_index[-1] * p.group + head)
-                visit = Visit(inner, head, q_index, kv_index, geometry, place)
-                known = self._known_rows(task, visit, slice(row, min(row + block, geometry["q_length"])))
+                visit = Visit(inner, head, q_index, kv_index, visibility, place)
+                known = self._known_rows(task, visit, slice(row, min(row + block, visibility.q_length)))
                 known = known.cut(rows.start - row, rows.stop - row)
                 self._tile(shares, visit, rows, seen, known, seen_keys)
 
@@ -193,7 +185,7 @@ class BackwardWorker:
         if "bias" in self._wrt:
             shares.add_bias(visit, rows, cols, dscores)
         if "alibi_slopes" in self._wrt:
-            far = toeplitz(distances(rows, cols, visit.geometry["offset"], dscores.dtype), *dscores.shape[1:])
+            far = toeplitz(distances(rows, cols, visit.visibility.offset, dscores.dtype), *dscores.shape[1:])
             per_row = np.einsum("sij,ij->si", dscores, far)
             shares.add_slopes(visit, -per_row.sum(axis=-1, dtype=np.float64))
 
@@ -220,7 +212,7 @@ class BackwardWorker:
             np.matmul(q, k.swapaxes(-1, -2), out=scores)
         else:
             np.matmul(q[..., :-1], k[..., :-1].swapaxes(-1, -2), out=scores)
-        closed = self._scorer.options(scores, visit.q_index, rows, cols, visit.geometry, capped)
+        closed = self._scorer.options(scores, visit.q_index, rows, cols, visit.visibility, capped)
         if not is_small:
             scores -= known.lse[..., None]
         np.exp(scores, out=scores)
@@ -255,10 +247,10 @@ def add_sink_gradients(sums: GradientSums, tiles: Tiles) -> None:
     sinks, total = Operand(p.sinks, heads), sums.totals["sinks"]
     buffers = Buffers(p, tiles, backward=True)
     reader = RowReader(sums.request, Scorer(p, tiles, buffers), buffers)
-    for first, stop, geometry in geometry_runs(p):
+    for first, stop, visibility in visibility_runs(p):
         for t in range(first * p.heads_q, stop * p.heads_q):
             index = matrix_index(range(t, t + 1), heads)
-            for row in range(0, geometry["q_length"], tiles.block_q):
-                known = reader.rows(index, slice(row, min(row + tiles.block_q, geometry["q_length"])), 1)
+            for row in range(0, visibility.q_length, tiles.block_q):
+                known = reader.rows(index, slice(row, min(row + tiles.block_q, visibility.q_length)), 1)
                 weight = np.exp(sinks.read(index).astype(known.lse.dtype)[:, None] - known.lse)
                 total.add(index, (), (weight * -known.change).sum(axis=-1, dtype=np.float64))

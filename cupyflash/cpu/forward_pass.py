@@ -9,35 +9,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import masks
+from ..masks import Visibility
 from ..problem import Problem
 from .scores import SMALL, Scorer, largest_norm
-from .tiles import (
-    Buffers,
-    Index,
-    Operand,
-    Tiles,
-    geometry_runs,
-    matrix_index,
-)
+from .tiles import Buffers, Index, Operand, Tiles, matrix_index, visibility_runs
 
 
 class RowTile(NamedTuple):
-    """A tile of rows of consecutive score matrices that share a geometry."""
+    """A tile of rows of consecutive score matrices that share a `Visibility`."""
 
     matrices: range
     rows: slice
-    geometry: dict[str, Any]
+    visibility: Visibility
 
 
 def row_tiles(problem: Problem, tiles: Tiles) -> Iterator[RowTile]:
     """Every row of the result once; the last rows first, which under a causal mask have the most keys."""
     p = problem
-    for first, stop, geometry in geometry_runs(p):
+    for first, stop, visibility in visibility_runs(p):
         for t in range(first * p.heads_q, stop * p.heads_q, tiles.stack):
             matrices = range(t, min(t + tiles.stack, stop * p.heads_q))
             for row in reversed(range(0, p.seqlen_q, tiles.block_q)):
-                yield RowTile(matrices, slice(row, min(row + tiles.block_q, p.seqlen_q)), geometry)
+                yield RowTile(matrices, slice(row, min(row + tiles.block_q, p.seqlen_q)), visibility)
 
 
 class ForwardWorker:
@@ -57,31 +50,31 @@ class ForwardWorker:
 
     def __call__(self, tile: RowTile) -> None:
         """Compute the rows below q_length, and write 0 and -inf to the others."""
-        rows, q_length = tile.rows, tile.geometry["q_length"]
+        rows, q_length = tile.rows, tile.visibility.q_length
         used = slice(rows.start, max(rows.start, min(rows.stop, q_length)))
         index = matrix_index(tile.matrices, self._heads)
         if used.start < used.stop:
-            self._attend(index, used, len(tile.matrices), tile.geometry)
+            self._attend(index, used, len(tile.matrices), tile.visibility)
         if used.stop < rows.stop:
             rest = slice(used.stop, rows.stop)
             shape = (len(tile.matrices), rest.stop - rest.start)
             self._out.write(index, rest, np.zeros((*shape, self._problem.head_dim_v), np.float32))
             self._lse.write(index, rest, np.full(shape, -np.inf, np.float32))
 
-    def _attend(self, index: Index, rows: slice, stack: int, geometry: dict[str, Any]) -> None:
+    def _attend(self, index: Index, rows: slice, stack: int, visibility: Visibility) -> None:
         *lead, head = index
         kv_index = (*lead, head // self._problem.group)
-        keys = masks.key_interval(rows.start, rows.stop, **geometry)
+        keys = visibility.keys_of_some(rows.start, rows.stop)
         q = self._scorer.load_q(index, rows, stack)
         small = False
         if self._seeks_small:
-            norm_k = self._norm_of_keys(kv_index, geometry["kv_length"], *keys)
+            norm_k = self._norm_of_keys(kv_index, visibility.kv_length, *keys)
             small = largest_norm(q) * norm_k <= SMALL
-        m, l, u = self._summarize(index, kv_index, rows, keys, geometry, q, small)
+        m, l, u = self._summarize(index, kv_index, rows, keys, visibility, q, small)
         if small and ((l < 1e-6).any(where=l > 0) or not np.isfinite(u).all()):
             # Without the maximum as a unit, values of v near the ends of the number range are lost.
             q = self._scorer.load_q(index, rows, stack)
-            m, l, u = self._summarize(index, kv_index, rows, keys, geometry, q, small=False)
+            m, l, u = self._summarize(index, kv_index, rows, keys, visibility, q, small=False)
         self._finish(index, rows, m, l, u)
 
     def _norm_of_keys(self, kv_index: Index, kv_length: int, start: int, stop: int) -> float:
@@ -100,7 +93,7 @@ class ForwardWorker:
         kv_index: Index,
         rows: slice,
         keys: tuple[int, int],
-        geometry: dict[str, Any],
+        visibility: Visibility,
         q: np.ndarray,
         small: bool,
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -121,14 +114,14 @@ class ForwardWorker:
         start, stop = keys
         for col in range(start, stop, self._tiles.block_kv):
             cols = slice(col, min(col + self._tiles.block_kv, stop))
-            first, last = masks.query_interval(cols.start, cols.stop, **geometry)
+            first, last = visibility.rows_of_some(cols.start, cols.stop)
             seeing = slice(max(rows.start, first), min(rows.stop, last))
             part = slice(seeing.start - rows.start, seeing.stop - rows.start)
             own_m, own_l, own_u = m[:, part], l[:, part], u[:, part]
             k, v = scorer.load_k(kv_index, cols, stack), scorer.load_v(kv_index, cols, stack)
             scores = take("scores", stack, own_l.shape[1], cols.stop - col)
             np.matmul(q[:, part], k.swapaxes(-1, -2), out=scores)
-            scorer.options(scores, index, seeing, cols, geometry)
+            scorer.options(scores, index, seeing, cols, visibility)
             if not small:
                 _subtract_max(scores, own_m, own_l, own_u)
             p = exponential(scores, out=scores)

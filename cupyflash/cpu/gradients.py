@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import empty_in_order
+from ..masks import Visibility
 from ..problem import GRADIENT_NAMES, Gradients
 from ..request import BackwardRequest
-from .tiles import Index, Operand, Tiles, geometry_runs, matrix_index
+from .tiles import Index, Operand, Tiles, matrix_index, visibility_runs
 from .workers import Order
 
 _ALL = slice(None)
@@ -104,7 +105,7 @@ class GradientSums:
         return tuple(n > 1 and any(x.shape[axis] == 1 for x in owned) for axis, n in enumerate(full))
 
     def tasks(self) -> Iterator[Task]:
-        """Every tile of keys, unit by unit; stacked units share a geometry."""
+        """Every tile of keys, unit by unit; stacked units share a `Visibility`."""
         n, block = self._problem.seqlen_k, self._tiles.block_kv
         number = 0
         for units in self._units():
@@ -118,7 +119,7 @@ class GradientSums:
                 yield range(unit, unit + 1)
             return
         heads = self._problem.heads_kv
-        for first, stop, _ in geometry_runs(self._problem):
+        for first, stop, _ in visibility_runs(self._problem):
             for unit in range(first * heads, stop * heads, self._tiles.stack):
                 yield range(unit, min(unit + self._tiles.stack, stop * heads))
 
@@ -127,18 +128,11 @@ class GradientSums:
         outer = matrix_index(task.units, self._outer_shape)
         return tuple(i if shared else u for i, u, shared in zip(inner, outer, self._shared))
 
-    def geometry(self, kv_index: Index) -> dict[str, Any]:
-        """Bounds and lengths as `masks` takes them."""
+    def visibility(self, kv_index: Index) -> Visibility:
+        """Who sees whom in that batch item; all of a stack are alike."""
         lead = tuple(i if isinstance(i, int) else int(i[0]) for i in kv_index[:-1])
-        q_length, kv_length, offset = (int(x[lead]) for x in self._lengths)
-        p = self._problem
-        return {
-            "left": p.left,
-            "right": p.right,
-            "offset": offset,
-            "q_length": q_length,
-            "kv_length": kv_length,
-        }
+        q_length, kv_length, offset = (x[lead] for x in self._lengths)
+        return self._problem.visibility(q_length, kv_length, offset)
 
     def known_rows(self, task: Task) -> dict[Any, Any]:
         """What tasks of one unit tell each other of tiles of rows; dropped with the unit's last task."""

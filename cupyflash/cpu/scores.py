@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from .. import masks
 from ..dropout import keep_tile
+from ..masks import Visibility
 from ..problem import Problem
 from .tiles import Buffers, Index, Operand, Tiles
 
@@ -31,13 +31,13 @@ def toeplitz(diagonals: np.ndarray, height: int, width: int) -> np.ndarray:
     return as_strided(diagonals[height - 1 :], (height, width), (-step, step), writeable=False)
 
 
-def _outside(rows: slice, cols: slice, geometry: dict[str, Any]) -> tuple[np.ndarray, slice]:
+def _outside(rows: slice, cols: slice, visibility: Visibility) -> tuple[np.ndarray, slice]:
     """Where position forbids in a tile inside the lengths, and between which of its rows that happens."""
     height, width = rows.stop - rows.start, cols.stop - cols.start
     # There it depends on j - i alone: the last row, prolonged, passes every diagonal.
     j = np.arange(cols.start, cols.stop + height - 1)
-    endless = geometry | {"q_length": rows.stop, "kv_length": cols.stop + height}
-    diagonals = ~masks.allowed([rows.stop - 1], j, **endless)[0]
+    endless = visibility._replace(q_length=rows.stop, kv_length=cols.stop + height)
+    diagonals = ~endless.allowed([rows.stop - 1], j)[0]
     first, last = np.flatnonzero(diagonals)[[0, -1]].tolist()
     between = slice(max(0, height - 1 - last), min(height, height + width - 1 - first))
     return toeplitz(diagonals, height, width), between
@@ -96,14 +96,14 @@ class Scorer:
         index: Index,
         rows: slice,
         cols: slice,
-        geometry: dict[str, Any],
+        visibility: Visibility,
         capped: np.ndarray | None = None,
     ) -> np.ndarray | None:
         """Softcap, bias and ALiBi in place, -inf where not allowed; returns where that is, None for nowhere.
 
         ``capped``: where to keep the tanh of the softcap.
         """
-        start, stop = masks.full_interval(rows.start, rows.stop, **geometry)
+        start, stop = visibility.keys_of_all(rows.start, rows.stop)
         inside = start <= cols.start <= cols.stop <= stop
         if inside and not self._always:
             return None
@@ -112,7 +112,7 @@ class Scorer:
             scores /= softcap
             capped = np.tanh(scores, out=scores if capped is None else capped)
             np.multiply(capped, softcap, out=scores)
-        closed, between = self._closed(index, rows, cols, geometry, inside)
+        closed, between = self._closed(index, rows, cols, visibility, inside)
         if self._bias is not None:
             bias = self._bias.read(index, rows, cols).astype(self._dtype)
             scores += bias
@@ -120,7 +120,7 @@ class Scorer:
                 closed, between = (never if closed is None else closed | never), _ALL
         if self._slopes is not None:
             slopes = self._slopes.read(index).astype(self._dtype)
-            far = distances(rows, cols, geometry["offset"], self._dtype)
+            far = distances(rows, cols, visibility.offset, self._dtype)
             for matrix, slope in zip(scores, np.broadcast_to(slopes, len(scores))):
                 matrix -= toeplitz(far * slope, *matrix.shape)
         if closed is not None:
@@ -129,7 +129,7 @@ class Scorer:
         return closed
 
     def _closed(
-        self, index: Index, rows: slice, cols: slice, geometry: dict[str, Any], inside: bool
+        self, index: Index, rows: slice, cols: slice, visibility: Visibility, inside: bool
     ) -> tuple[np.ndarray | None, slice]:
         """Where position or mask forbid, (stack or 1, rows or 1, cols or 1) or None, and between which rows.
 
@@ -137,7 +137,7 @@ class Scorer:
         """
         closed, between = None, _ALL
         if not inside:
-            outside, between = _outside(rows, cols, geometry)
+            outside, between = _outside(rows, cols, visibility)
             closed = outside[None]
         if self._mask is not None:
             hidden = ~self._mask.read(index, rows, cols)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..masks import Visibility
 from .gradients import GradientSums, Task
 from .tiles import Index, Operand
 from .workers import END
@@ -21,7 +22,7 @@ class Visit(NamedTuple):
     head: int  # within the group
     q_index: Index
     kv_index: Index
-    geometry: dict[str, Any]
+    visibility: Visibility
     place: int  # in the order of dq's shares
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..masks import Visibility
 from ..problem import Problem
 
 # The longest side of a tile that a task keeps (queries in the forward pass, keys in the backward pass), and the least
@@ -21,7 +22,7 @@ Index = tuple[Any, ...]  # one int, or one array of ints a stacked matrix, for e
 
 
 class Tiles(NamedTuple):
-    """Tile sizes: ``stack`` small score matrices of one geometry are computed together."""
+    """Tile sizes: ``stack`` small score matrices of one `Visibility` are computed together."""
 
     block_q: int
     block_kv: int
@@ -144,22 +145,11 @@ def matrix_index(numbers: range, shape: tuple[int, ...]) -> Index:
     return np.unravel_index(np.arange(numbers.start, numbers.stop), shape)
 
 
-def geometry_runs(problem: Problem) -> Iterator[tuple[int, int, dict[str, Any]]]:
-    """(first, stop, geometry) of consecutive batch items with equal lengths and offset, as `masks` takes them."""
+def visibility_runs(problem: Problem) -> Iterator[tuple[int, int, Visibility]]:
+    """(first, stop, who sees whom) of consecutive batch items with equal lengths and offset."""
     p = problem
     rows = np.stack([x.reshape(-1) for x in p.host_lengths()], axis=1)
     starts = [0, *(np.flatnonzero((rows[1:] != rows[:-1]).any(axis=1)) + 1).tolist(), p.batch]
     for first, stop in itertools.pairwise(starts):
         if first < stop:
-            q_length, kv_length, offset = (int(x) for x in rows[first])
-            yield (
-                first,
-                stop,
-                {
-                    "left": p.left,
-                    "right": p.right,
-                    "offset": offset,
-                    "q_length": q_length,
-                    "kv_length": kv_length,
-                },
-            )
+            yield first, stop, p.visibility(*rows[first])
