@@ -3,17 +3,11 @@
 from typing import TYPE_CHECKING, Any
 
 from . import online, reference, testing
-from .api import (
-    alibi_slopes,
-    attention,
-    attention_backward,
-    attention_vjp,
-    merge,
-    merge_vjp,
-    plan,
-)
+from .alibi import alibi_slopes
+from .api import attention, attention_backward, attention_vjp, plan
 from .cost import Plan
 from .dropout import dropout_mask
+from .parts import merge, merge_vjp
 from .problem import Gradients
 
 if TYPE_CHECKING:

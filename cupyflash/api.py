@@ -1,13 +1,11 @@
-"""The public functions: signatures, docstrings, and the way to a backend; no mathematics."""
+"""The public functions that run attention or plan it: signatures and docstrings; `dispatch` does the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from . import checks, dispatch, online
+from . import dispatch
 from .cost import Plan
 from .problem import Gradients
 
@@ -291,108 +289,6 @@ def attention_backward(
     dispatch.check_names(options, "attention_backward")
     request = {"dlse": dlse, "delta": delta, "wrt": wrt, "grads_out": grads_out, "accumulate": accumulate}
     return dispatch.attention_backward(dout, q, k, v, out, lse, options, request, workspace=workspace)
-
-
-def merge(*parts: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Attention over the union of disjoint key sets from each set's own (out, lse).
-
-    Parameters
-    ----------
-    *parts : (out, lse)
-        out (..., m, e) and lse (..., m) of each key set, NumPy or CuPy, of equal shapes. Sinks go to one part only.
-
-    Returns
-    -------
-    out, lse : array
-        As if all keys had been given at once, up to rounding. Rows of a part with lse -inf are not read; a row
-        with one part left comes back bit for bit.
-
-    Raises
-    ------
-    ValueError, TypeError
-        No part; shapes or dtypes that differ.
-
-    Examples
-    --------
-    >>> import numpy as np, cupyflash
-    >>> rng = np.random.default_rng(0)
-    >>> q, k, v = rng.normal(size=(3, 6, 4))
-    >>> halves = [cupyflash.attention(q, k[s], v[s], return_lse=True) for s in (slice(0, 3), slice(3, 6))]
-    >>> bool(np.allclose(cupyflash.merge(*halves)[0], cupyflash.attention(q, k, v)))
-    True
-    """
-    return online.merge_parts(*parts)
-
-
-def merge_vjp(parts: Any, /) -> tuple[tuple[Any, Any], Callable[..., Any]]:
-    """`merge`, and the function that gives each part's cotangents.
-
-    Parameters
-    ----------
-    parts : sequence of (out, lse)
-        As in `merge`.
-
-    Returns
-    -------
-    (out, lse) : tuple of arrays
-        As `merge`.
-    vjp : callable
-        ``vjp(dout, dlse=None) -> [(dout_s, dlse_s), ...]``, one pair a part.
-
-    Raises
-    ------
-    ValueError, TypeError
-        As `merge`.
-
-    Examples
-    --------
-    >>> import numpy as np, cupyflash
-    >>> part = (np.ones((2, 3)), np.zeros(2))
-    >>> (out, lse), vjp = cupyflash.merge_vjp([part, part])
-    >>> vjp(np.ones((2, 3)))[0][0]
-    array([[0.5, 0.5, 0.5],
-           [0.5, 0.5, 0.5]])
-    """
-    return online.merge_parts_vjp(parts)
-
-
-def alibi_slopes(heads: int) -> np.ndarray:
-    """The usual geometric ALiBi slopes.
-
-    Parameters
-    ----------
-    heads : int
-        Number of query heads, >= 1.
-
-    Returns
-    -------
-    ndarray, (heads,), float32
-        ``2**(-8 (h + 1) / heads)`` for a power of two; otherwise those of the next lower power of two, followed
-        by every second one of twice that power.
-
-    Raises
-    ------
-    ValueError, TypeError
-        heads is not an int >= 1.
-
-    References
-    ----------
-    O. Press, N. Smith, M. Lewis, "Train Short, Test Long: Attention with Linear Biases" (2022), section 3.
-
-    Examples
-    --------
-    >>> import cupyflash
-    >>> cupyflash.alibi_slopes(4)
-    array([0.25      , 0.0625    , 0.015625  , 0.00390625], dtype=float32)
-    """
-    heads = checks.integer(heads, "heads", low=1)
-    power = 1 << (heads.bit_length() - 1)
-
-    def geometric(count: int) -> np.ndarray:
-        return np.exp2(-8.0 * np.arange(1, count + 1) / count)
-
-    slopes = np.concatenate([geometric(power), geometric(2 * power)[::2][: heads - power]])
-    return slopes.astype(np.float32)
 
 
 def plan(

@@ -12,6 +12,11 @@ import numpy as np
 DTYPE_NAMES = ("float16", "bfloat16", "float32", "float64")
 
 
+def score_dtype(dtype: np.dtype) -> np.dtype:
+    """The dtype of scores, softmax and sums: float32 for 16-bit and float32 arrays, else float64."""
+    return np.dtype(np.float32 if dtype.name in DTYPE_NAMES[:3] else np.float64)
+
+
 def loaded_cupy() -> Any:
     """CuPy if something has imported it, once the thread that does so is done; else None."""
     if "cupy" not in sys.modules:

@@ -1,4 +1,4 @@
-"""Softmax-weighted sums block by block: the summary (m, l, u), its algebra, and merging finished results.
+"""Softmax-weighted sums block by block: the summary (m, l, u) and its algebra.
 
 Take scores 1000, 1001, 999 with values 2, 4, 8. exp(1001) overflows, so nobody sums exponentials directly; and a
 tiled kernel sees one block of keys at a time. It keeps, for each row, three numbers of what it has seen: the largest
@@ -43,12 +43,11 @@ Milakov, Gimelshein, "Online normalizer calculation for softmax" (2018), algorit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .arrays import DTYPE_NAMES, array_module, as_operand, native
+from .arrays import array_module, as_operand, score_dtype
 
 
 class Summary(NamedTuple):
@@ -92,12 +91,12 @@ def summarize(scores: Any, values: Any) -> Summary:
            [4.]])
     """
     scores, values = as_operand(scores, "scores"), as_operand(values, "values")
-    dtype = np.result_type(*(_score_dtype(x.dtype) for x in (scores, values)))
+    dtype = np.result_type(*(score_dtype(x.dtype) for x in (scores, values)))
     xp = array_module(scores)
     s, v = scores.astype(dtype), values.astype(dtype)
     m = s.max(axis=-1) if s.shape[-1] else xp.full(s.shape[:-1], -np.inf, dtype)
     with np.errstate(all="ignore"):
-        weights = xp.exp(s - _shift(xp, m)[..., None])
+        weights = xp.exp(s - shift_of(xp, m)[..., None])
         u = weights @ v
     rows = m.shape if v.ndim == 1 else u.shape[:-1]
     return Summary(xp.broadcast_to(m, rows), xp.broadcast_to(weights.sum(axis=-1), rows), u)
@@ -125,7 +124,7 @@ def merge(a: Summary, b: Summary) -> Summary:
     xp = array_module(a.m)
     m = xp.maximum(a.m, b.m)
     with np.errstate(all="ignore"):
-        shift = _shift(xp, m)
+        shift = shift_of(xp, m)
         in_a, in_b = xp.exp(a.m - shift), xp.exp(b.m - shift)
         l = a.l * in_a + b.l * in_b
         u = a.u * _per_row(in_a, a.u) + b.u * _per_row(in_b, b.u)
@@ -161,123 +160,7 @@ def finish(summary: Summary) -> tuple[Any, Any]:
     return out, lse
 
 
-def merge_parts(*parts: tuple[Any, Any]) -> tuple[Any, Any]:
-    """Attention over a union of disjoint key sets; public as `cupyflash.merge`, which documents it.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from cupyflash.online import merge_parts
-    >>> out, lse = merge_parts((np.ones((1, 2)), np.zeros(1)), (np.full((1, 2), 3.0), np.zeros(1)))
-    >>> out, lse.round(4)
-    (array([[2., 2.]]), array([0.6931]))
-    """
-    outs, lses = _checked(parts)
-    xp, score = array_module(outs[0]), lses[0].dtype
-    present = [lse != -np.inf for lse in lses]
-    alone = sum(rows.astype(np.int64) for rows in present) == 1
-    top = lses[0]
-    for lse in lses[1:]:
-        top = xp.maximum(top, lse)
-    with np.errstate(all="ignore"):
-        weights = [xp.exp(lse - _shift(xp, top)) for lse in lses]
-        total = sum(weights)
-        merged_lse = xp.where(top == np.inf, top, top + xp.log(total))
-        merged = xp.zeros(outs[0].shape, score)
-        for out, weight, rows in zip(outs, weights, present):
-            share = (weight / total)[..., None]
-            merged += xp.where(rows[..., None], share * out.astype(score), 0)
-        result = merged.astype(outs[0].dtype)
-    for out, lse, rows in zip(outs, lses, present):
-        xp.copyto(result, out, where=(rows & alone)[..., None])
-        xp.copyto(merged_lse, lse, where=rows & alone)
-    return result, merged_lse
-
-
-def merge_parts_vjp(
-    parts: Sequence[tuple[Any, Any]],
-) -> tuple[tuple[Any, Any], Callable[..., list[tuple[Any, Any]]]]:
-    """`merge_parts` and its vjp; public as `cupyflash.merge_vjp`, which documents it.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from cupyflash.online import merge_parts_vjp
-    >>> _, vjp = merge_parts_vjp([(np.ones((1, 2)), np.zeros(1)), (np.full((1, 2), 3.0), np.zeros(1))])
-    >>> vjp(np.ones((1, 2)))[0]
-    (array([[0.5, 0.5]]), array([-1.]))
-    """
-    outs, lses = _checked(parts)
-    merged, merged_lse = merge_parts(*parts)
-    xp, score = array_module(merged), merged_lse.dtype
-
-    def vjp(dout: Any, dlse: Any = None) -> list[tuple[Any, Any]]:
-        given = _cotangent(dout, "dout", merged).astype(score)
-        change = 0 if dlse is None else _cotangent(dlse, "dlse", merged_lse).astype(score)
-        grads = []
-        with np.errstate(all="ignore"):
-            for out, lse in zip(outs, lses):
-                rows = lse != -np.inf
-                weight = xp.where(rows, xp.exp(lse - merged_lse), 0)
-                away = (given * (out.astype(score) - merged.astype(score))).sum(axis=-1)
-                grads.append(
-                    (
-                        xp.where(rows[..., None], weight[..., None] * given, 0).astype(out.dtype),
-                        xp.where(rows, weight * (away + change), 0),
-                    )
-                )
-        return grads
-
-    return (merged, merged_lse), vjp
-
-
-def _checked(parts: Sequence[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-    """The parts' outs and lses as arrays of one library, shape and dtype."""
-    if len(parts) == 0:
-        raise ValueError("merge needs at least one part (out, lse), got none")
-    outs: list[Any] = []
-    lses: list[Any] = []
-    for number, part in enumerate(parts):
-        if not isinstance(part, (tuple, list)) or len(part) != 2:
-            raise TypeError(f"part {number} must be a pair (out, lse), got {type(part).__name__}")
-        out = native(as_operand(part[0], f"part {number}'s out"))
-        lse = native(as_operand(part[1], f"part {number}'s lse"))
-        first = outs[0] if outs else out
-        if out.dtype.name not in DTYPE_NAMES or out.dtype != first.dtype:
-            expected = first.dtype if outs else ", ".join(DTYPE_NAMES)
-            raise TypeError(f"part {number}'s out must have dtype {expected}, got {out.dtype}")
-        if lse.dtype != _score_dtype(out.dtype):
-            raise TypeError(
-                f"part {number}'s lse must have dtype {_score_dtype(out.dtype)} (the score dtype of "
-                f"{out.dtype}), got {lse.dtype}"
-            )
-        if out.ndim < 1 or out.shape != first.shape:
-            expected = first.shape if outs else "(..., m, e)"
-            raise ValueError(f"part {number}'s out must have shape {expected}, got {out.shape}")
-        if lse.shape != out.shape[:-1]:
-            raise ValueError(f"part {number}'s lse must have shape {out.shape[:-1]}, got {lse.shape}")
-        if array_module(out) is not array_module(first) or array_module(lse) is not array_module(first):
-            raise TypeError(f"part {number} must be {array_module(first).__name__} arrays as part 0's out is")
-        outs.append(out)
-        lses.append(lse)
-    return outs, lses
-
-
-def _cotangent(x: Any, name: str, like: Any) -> Any:
-    x = native(as_operand(x, name))
-    if x.dtype.name not in DTYPE_NAMES:
-        raise TypeError(f"{name} must have one of the dtypes {', '.join(DTYPE_NAMES)}, got {x.dtype}")
-    if x.shape != like.shape:
-        raise ValueError(f"{name} must have shape {like.shape}, got {tuple(x.shape)}")
-    return x
-
-
-def _score_dtype(dtype: np.dtype) -> np.dtype:
-    """float32 for 16-bit and float32, else float64."""
-    return np.dtype(np.float32 if dtype.name in DTYPE_NAMES[:3] else np.float64)
-
-
-def _shift(xp: Any, m: Any) -> Any:
+def shift_of(xp: Any, m: Any) -> Any:
     """m, or 0 where it is -inf: -inf - -inf would be NaN."""
     return xp.where(m == -np.inf, 0, m)
 

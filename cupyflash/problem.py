@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import checks
-from .arrays import DTYPE_NAMES, array_module, as_operand, is_device
+from .arrays import DTYPE_NAMES, array_module, as_operand, is_device, score_dtype
 from .dropout import Dropout
 from .masks import Visibility
 
@@ -120,13 +120,13 @@ class Problem:
             sinks = checks.float_array(sinks, "sinks", head_shape, "(..., heads_q)", q)
         if alibi_slopes is not None:
             alibi_slopes = checks.float_array(alibi_slopes, "alibi_slopes", head_shape, "(..., heads_q)", q)
-        score_dtype = q.dtype if q.dtype == np.float64 else np.dtype(np.float32)
+        score = score_dtype(q.dtype)
         scale = 1.0 / math.sqrt(d) if scale is None else checks.number(scale, "scale")
-        scale = checks.in_range(scale, "scale", score_dtype)
+        scale = checks.in_range(scale, "scale", score)
         if softcap is not None:
-            softcap = checks.in_range(checks.number(softcap, "softcap"), "softcap", score_dtype)
-            if score_dtype.type(softcap) <= 0:
-                raise ValueError(f"softcap must be > 0 in {score_dtype} (None for no cap), got {softcap}")
+            softcap = checks.in_range(checks.number(softcap, "softcap"), "softcap", score)
+            if score.type(softcap) <= 0:
+                raise ValueError(f"softcap must be > 0 in {score} (None for no cap), got {softcap}")
         for name, x in (("dropout_seed", dropout_seed), ("dropout_offset", dropout_offset)):
             if is_device(x) and is_device(q):
                 checks.same_place(x, name, q)
@@ -140,10 +140,10 @@ class Problem:
             lead=lead,
             **dims,
             dtype=q.dtype,
-            product_dtype=score_dtype if backend == "cpu" else q.dtype,
-            score_dtype=score_dtype,
+            product_dtype=score if backend == "cpu" else q.dtype,
+            score_dtype=score,
             out_dtype=q.dtype,
-            lse_dtype=score_dtype,
+            lse_dtype=score,
             scale=scale,
             softcap=softcap,
             causal=bool(causal),
