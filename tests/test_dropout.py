@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import math
 from fractions import Fraction
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import cupyflash
 from cupyflash import dropout, philox
 
 VECTORS = json.loads((Path(__file__).parent / "conformance" / "philox4x32_kat.json").read_text())
@@ -214,9 +212,3 @@ def test_device_masks_equal_host_masks(cupy):
     np.testing.assert_array_equal(dropout.dropout_mask((3, 200, 333), seed=seed, **arguments), expected)
     with pytest.raises(TypeError, match="0-d integer"):
         dropout.dropout_mask((2, 2), 0.5, cupy.zeros(2, np.uint64))
-
-
-def test_examples():
-    assert cupyflash.dropout_mask is dropout.dropout_mask
-    for module in (dropout, philox):
-        assert doctest.testmod(module).failed == 0

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyflash import masks
 from cupyflash.masks import Visibility
 
 HUGE = 10**30
@@ -87,7 +84,3 @@ def test_rows_and_columns_need_not_start_at_zero():
 def test_zero_is_a_bound_and_sizes_are_inclusive(left, right, expected):
     seen = Visibility(left, right, offset=0, q_length=4, kv_length=3).allowed(range(4), range(3))
     assert ["".join(str(int(x)) for x in row) for row in seen] == expected
-
-
-def test_examples():
-    assert doctest.testmod(masks).failed == 0

@@ -7,17 +7,20 @@ import importlib
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import cupyflash
 
-MODULES = ["api", "cost", "dropout", "masks", "online", "reference", "testing"]
+FOLDER = Path(cupyflash.__file__).parent
+WITH_EXAMPLES = [path for path in sorted(FOLDER.rglob("*.py")) if ">>> " in path.read_text()]
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_examples_in_docstrings(name):
-    module = importlib.import_module(f"cupyflash.{name}")
+@pytest.mark.parametrize("path", WITH_EXAMPLES, ids=lambda path: str(path.relative_to(FOLDER)))
+def test_examples_in_docstrings(path):
+    parts = path.relative_to(FOLDER.parent).with_suffix("").parts
+    module = importlib.import_module(".".join(part for part in parts if part != "__init__"))
     results = doctest.testmod(module)
     assert results.failed == 0
     assert results.attempted > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import importlib.util
 import io
 import json
@@ -444,7 +443,3 @@ def test_device_arrays_give_the_same_numbers(cupy, name):
                 assert (grad is None) == (value is None)
                 if grad is not None:
                     np.testing.assert_allclose(grad.get(), value, **close)
-
-
-def test_examples():
-    assert doctest.testmod(reference).failed == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import math
 
 import ml_dtypes
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyflash import _inputs, reference, testing
+from cupyflash import reference, testing
 
 INF = math.inf
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -246,8 +245,3 @@ def test_layouts_on_the_device(cupy, layout):
     assert y.strides == testing.lay_out(x, layout).strides
     testing.assert_close(y, cupy.asarray(x), x.astype(np.float64), layout)
     testing.assert_lse_close(y, x, cupy.asarray(x), layout)
-
-
-def test_examples():
-    for module in (testing, _inputs):
-        assert doctest.testmod(module).failed == 0
