@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from . import checks, cpu, transfer
+from . import checks, cpu
 from .arrays import is_device, stand_in
 from .cost import Plan
 from .problem import Gradients, Problem
@@ -106,11 +106,8 @@ def _forward(
     if problem.squeeze:
         targets = tuple(None if x is None else x[None] for x in targets)
     if problem.backend == "cuda":
-        given: dict[str, Any] = {"need_lse": need_lse or return_lse, "workspace": workspace}
-        if is_device(problem.q):
-            full, lse = _cuda().forward(problem, *targets, **given)
-        else:
-            full, lse = transfer.forward(_cuda(), problem, *targets, **given)
+        way = _cuda() if is_device(problem.q) else _cuda().transfer
+        full, lse = way.forward(problem, *targets, need_lse=need_lse or return_lse, workspace=workspace)
     else:
         full, lse = cpu.forward(problem, *targets)
     if out is not None:
@@ -135,6 +132,5 @@ def _given_outputs(problem: Problem, out: Any, return_lse: bool) -> tuple[Any, A
 def _backward(request: BackwardRequest, workspace: Any) -> Gradients:
     if request.problem.backend == "cpu":
         return cpu.backward(request)
-    if is_device(request.problem.q):
-        return _cuda().backward(request, workspace=workspace)
-    return transfer.backward(_cuda(), request, workspace=workspace)
+    way = _cuda() if is_device(request.problem.q) else _cuda().transfer
+    return way.backward(request, workspace=workspace)

@@ -14,8 +14,8 @@ from refusals import assert_refused
 from support import assert_same, normal, qkv
 
 import cupyflash
-from cupyflash import Gradients, dispatch
-from cupyflash.cuda import launch
+from cupyflash import Gradients
+from cupyflash.cuda import launch, transfer
 from cupyflash.cuda.emulate import Machine
 
 pytestmark = needs_compiler
@@ -45,10 +45,10 @@ def moved(monkeypatch):
 
         return run
 
-    module = SimpleNamespace(asarray=asarray, empty=machine.empty)
+    cupy = SimpleNamespace(asarray=asarray, empty=machine.empty)
     functions = {name: of_device_arrays(getattr(launch, name)) for name in ("forward", "backward")}
-    stub = SimpleNamespace(require=lambda: module, **functions)
-    monkeypatch.setattr(dispatch, "_cuda", lambda: stub)
+    monkeypatch.setattr(transfer, "device", SimpleNamespace(require_gpu=lambda: cupy))
+    monkeypatch.setattr(transfer, "launch", SimpleNamespace(**functions))
     return arrays
 
 

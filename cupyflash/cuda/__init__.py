@@ -1,8 +1,8 @@
 """The CUDA backend. Importing it needs neither CuPy nor a GPU; launching needs both."""
 
+from . import transfer
 from .calls import keep, recall
 from .device import available_backends
-from .device import require_gpu as require
 from .launch import backward, forward
 from .plan import plan
 from .warmup import compile_kernels, is_compiled
@@ -16,5 +16,5 @@ __all__ = [
     "keep",
     "plan",
     "recall",
-    "require",
+    "transfer",
 ]

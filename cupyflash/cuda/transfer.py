@@ -8,31 +8,30 @@ from typing import Any
 
 import numpy as np
 
-from .arrays import empty_in_order
-from .problem import GRADIENT_NAMES, Gradients, Problem
-from .request import BackwardRequest
+from ..arrays import empty_in_order
+from ..problem import GRADIENT_NAMES, Gradients, Problem
+from ..request import BackwardRequest
+from . import device, launch
 
 _ARRAYS = (*GRADIENT_NAMES, "mask")  # lengths and offsets go by themselves, as they do beside device arrays
 _RESULTS = ("dout", "out", "lse", "dlse", "delta")
 
 
-def forward(
-    cuda: ModuleType, problem: Problem, out: Any, lse: Any, *, need_lse: bool, workspace: Any
-) -> tuple[Any, Any]:
-    """`cuda.forward` of a problem of host arrays; out and lse are host arrays, or None."""
-    cupy = cuda.require()
+def forward(problem: Problem, out: Any, lse: Any, *, need_lse: bool, workspace: Any) -> tuple[Any, Any]:
+    """`launch.forward` of a problem of host arrays; out and lse are host arrays, or None."""
+    cupy = device.require_gpu()
     targets = (None if x is None else cupy.empty(x.shape, x.dtype) for x in (out, lse))
-    results = cuda.forward(_moved(cupy, problem), *targets, need_lse=need_lse, workspace=workspace)
+    results = launch.forward(_moved(cupy, problem), *targets, need_lse=need_lse, workspace=workspace)
     return _back(results[0], out, problem.q), _back(results[1], lse, None)
 
 
-def backward(cuda: ModuleType, request: BackwardRequest, *, workspace: Any) -> Gradients:
-    """`cuda.backward` of a request of host arrays."""
-    cupy = cuda.require()
+def backward(request: BackwardRequest, *, workspace: Any) -> Gradients:
+    """`launch.backward` of a request of host arrays."""
+    cupy = device.require_gpu()
     given = {name: _copied(cupy, getattr(request, name)) for name in _RESULTS}
     targets = Gradients(*(_copied(cupy, x) for x in request.targets))
     moved = dataclasses.replace(request, problem=_moved(cupy, request.problem), targets=targets, **given)
-    gradients = cuda.backward(moved, workspace=workspace)
+    gradients = launch.backward(moved, workspace=workspace)
     return Gradients(*map(_back, gradients, request.targets, _arguments(request.problem)))
 
 
