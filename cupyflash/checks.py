@@ -1,4 +1,4 @@
-"""The rules on single arguments: each function takes what the caller gave and returns it normalised, or raises.
+"""The rules on arguments: each function takes what the caller gave and returns it normalised, or raises.
 
 Texts name the argument, what was expected, what came, and what to do.
 """
@@ -16,6 +16,7 @@ from .arrays import DTYPE_NAMES, as_operand, is_device, native, overlaps_itself,
 
 OFFSET_LIMIT = 2**60  # the largest |query_offset|: sums of positions and bounds then fit 64 bits
 WINDOW_LIMIT = 2**61  # a wider window bounds nothing
+PRECISIONS = ("ieee", "tf32x3", "tf32")
 
 
 def describe(x: Any) -> str:
@@ -48,12 +49,8 @@ def in_range(value: float, name: str, dtype: np.dtype) -> float:
 
 
 def is_number(x: Any) -> bool:
-    """Whether a value is a plain number, not an array."""
-    return isinstance(x, numbers.Real) or _is_real_scalar(x)
-
-
-def _is_real_scalar(x: Any) -> bool:
-    return isinstance(x, np.generic) and x.dtype.name in DTYPE_NAMES
+    """Whether a value is a plain number, not an array; bfloat16 scalars are not registered as real."""
+    return isinstance(x, numbers.Real) or (isinstance(x, np.generic) and x.dtype.name in DTYPE_NAMES)
 
 
 def integer(x: Any, name: str, low: int | None = None, high: int | None = None) -> int:
@@ -193,3 +190,54 @@ def window_bounds(window: Any) -> tuple[int | None, int | None]:
         for side, bound in enumerate(window)
     )
     return (left, right)
+
+
+def alignment(
+    causal: Any,
+    query_offset: Any,
+    window: tuple[int | None, int | None],
+    slopes: Any,
+    lengths: tuple[int, int],
+    lead: tuple[int, ...],
+    like: Any,
+) -> tuple[Any, bool]:
+    """(query_offset, bottom_right) for the lengths (m, n); where they differ, alignment is not guessed."""
+    words = isinstance(causal, str) and causal in ("top_left", "bottom_right")
+    if not (words or isinstance(causal, (bool, np.bool_))):
+        raise ValueError(f"causal must be True, False, 'top_left' or 'bottom_right', got {describe(causal)}")
+    if isinstance(causal, str):
+        if query_offset is not None:
+            raise ValueError(
+                f"causal={causal!r} sets the offset: leave out query_offset, or give causal=True"
+            )
+        return 0, causal == "bottom_right"
+    if query_offset is not None:
+        return integers(query_offset, "query_offset", lead, -OFFSET_LIMIT, OFFSET_LIMIT, like), False
+    m, n = lengths
+    if m != n and (causal or window != (None, None) or slopes is not None):
+        what = "causal=True" if causal else "a window" if window != (None, None) else "alibi_slopes"
+        raise ValueError(
+            f"{what} speaks of positions, but m = {m} queries and n = {n} keys differ and libraries align them "
+            "differently: give causal='top_left' (offset 0), causal='bottom_right' (offset n - m) or query_offset="
+        )
+    return 0, False
+
+
+def precision(precision: Any, dtype: np.dtype) -> str | None:
+    """How products of float32 are computed; None leaves it to the backend."""
+    if precision is None:
+        return None
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)} or None, got {precision!r}")
+    if dtype != np.float32:
+        raise ValueError(f"precision is a choice for float32 alone: q is {dtype}; leave it out")
+    return precision
+
+
+def backend(backend: Any, q: Any) -> str:
+    """The backend's name; None is where q lies."""
+    if backend not in (None, "cpu", "cuda"):
+        raise ValueError(f"backend must be 'cpu', 'cuda' or None, got {backend!r}")
+    if backend == "cpu" and is_device(q):
+        raise ValueError(f"backend='cpu' takes host arrays but q is on {q.device}: pass cupy.asnumpy(q), ...")
+    return backend or ("cuda" if is_device(q) else "cpu")

@@ -13,11 +13,18 @@ from .arrays import DTYPE_NAMES, array_module, as_operand, is_device, score_dtyp
 from .dropout import Dropout
 from .masks import Visibility
 
-PRECISIONS = ("ieee", "tf32x3", "tf32")
-
 
 class Gradients(NamedTuple):
-    """Gradients by argument; None where one was not asked for."""
+    """Gradients by argument, each in its argument's shape and dtype; None where one was not asked for.
+
+    Attributes
+    ----------
+    q : array, (..., heads_q, m, d)
+    k : array, (..., heads_kv, n, d)
+    v : array, (..., heads_kv, n, e)
+    bias, sinks, alibi_slopes : array
+        Axes along which the argument was broadcast are summed, in the score dtype, and rounded once.
+    """
 
     q: Any = None
     k: Any = None
@@ -109,7 +116,7 @@ class Problem:
         q_lengths = None if q_lengths is None else checks.integers(q_lengths, "q_lengths", lead, 0, m, q)
         kv_lengths = None if kv_lengths is None else checks.integers(kv_lengths, "kv_lengths", lead, 0, n, q)
         left, right = window = checks.window_bounds(window)
-        offset, bottom_right = _alignment(causal, query_offset, window, alibi_slopes, lead, m, n, q)
+        offset, bottom_right = checks.alignment(causal, query_offset, window, alibi_slopes, (m, n), lead, q)
         if causal:
             right = 0 if right is None else min(right, 0)
         if mask is not None:
@@ -130,7 +137,7 @@ class Problem:
         for name, x in (("dropout_seed", dropout_seed), ("dropout_offset", dropout_offset)):
             if is_device(x) and is_device(q):
                 checks.same_place(x, name, q)
-        backend = _backend(backend, q)
+        backend = checks.backend(backend, q)
         return cls(
             backend=backend,
             q=q,
@@ -159,7 +166,7 @@ class Problem:
             sinks=sinks,
             alibi_slopes=alibi_slopes,
             dropout=Dropout.create(dropout_p, dropout_seed, dropout_offset, dropout_origin, head_shape),
-            precision=_precision(precision, q.dtype),
+            precision=checks.precision(precision, q.dtype),
             deterministic=checks.flag(deterministic, "deterministic"),
             differentiable=differentiable,
         )
@@ -285,48 +292,3 @@ def _shapes(q: Any, k: Any, v: Any) -> tuple[tuple[int, ...], dict[str, int]]:
         ) from None
     sizes = {"heads_q": heads_q, "heads_kv": heads_kv, "seqlen_q": m, "seqlen_k": n}
     return lead, sizes | {"head_dim": d, "head_dim_v": v.shape[-1]}
-
-
-def _alignment(
-    causal: Any, query_offset: Any, window: Any, slopes: Any, lead: tuple[int, ...], m: int, n: int, q: Any
-) -> tuple[Any, bool]:
-    """(query_offset, bottom_right), with the refusal to guess where m != n (contract section 3)."""
-    words = isinstance(causal, str) and causal in ("top_left", "bottom_right")
-    if not (words or isinstance(causal, (bool, np.bool_))):
-        what = checks.describe(causal)
-        raise ValueError(f"causal must be True, False, 'top_left' or 'bottom_right', got {what}")
-    if isinstance(causal, str):
-        if query_offset is not None:
-            raise ValueError(
-                f"causal={causal!r} sets the offset: leave out query_offset, or give causal=True"
-            )
-        return 0, causal == "bottom_right"
-    if query_offset is not None:
-        return checks.integers(
-            query_offset, "query_offset", lead, -checks.OFFSET_LIMIT, checks.OFFSET_LIMIT, q
-        ), False
-    if m != n and (causal or window != (None, None) or slopes is not None):
-        what = "causal=True" if causal else "a window" if window != (None, None) else "alibi_slopes"
-        raise ValueError(
-            f"{what} speaks of positions, but m = {m} queries and n = {n} keys differ and libraries align them "
-            "differently: give causal='top_left' (offset 0), causal='bottom_right' (offset n - m) or query_offset="
-        )
-    return 0, False
-
-
-def _precision(precision: Any, dtype: np.dtype) -> str | None:
-    if precision is None:
-        return None
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)} or None, got {precision!r}")
-    if dtype != np.float32:
-        raise ValueError(f"precision is a choice for float32 alone: q is {dtype}; leave it out")
-    return precision
-
-
-def _backend(backend: Any, q: Any) -> str:
-    if backend not in (None, "cpu", "cuda"):
-        raise ValueError(f"backend must be 'cpu', 'cuda' or None, got {backend!r}")
-    if backend == "cpu" and is_device(q):
-        raise ValueError(f"backend='cpu' takes host arrays but q is on {q.device}: pass cupy.asnumpy(q), ...")
-    return backend or ("cuda" if is_device(q) else "cpu")

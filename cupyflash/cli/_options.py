@@ -9,11 +9,14 @@ from typing import Any
 
 import click
 
+from ..arrays import DTYPE_NAMES
+from ..checks import PRECISIONS
 from ._files import as_dtype, load_npy
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 TARGET = click.Path(path_type=Path)
-DTYPES = click.Choice(["float16", "bfloat16", "float32", "float64"])
+DTYPES = click.Choice(list(DTYPE_NAMES))
+PRECISION = click.Choice(list(PRECISIONS))
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -120,7 +123,7 @@ array_options = _stack(
 )
 
 compute_options = _stack(
-    click.option("--precision", type=click.Choice(["ieee", "tf32x3", "tf32"]), help="Products of float32."),
+    click.option("--precision", type=PRECISION, help="Products of float32."),
     click.option(
         "--deterministic/--no-deterministic", default=None, help="Same bits from run to run.  [default: yes]"
     ),

@@ -14,6 +14,7 @@ from ..roofline import GPUS, Bound, roofline
 from ._files import dtype_of, refuse_existing, write_whole
 from ._options import (
     DTYPES,
+    PRECISION,
     TARGET,
     Integers,
     api_options,
@@ -55,7 +56,7 @@ Examples:
 )
 @click.option(
     "--precision",
-    type=click.Choice(["ieee", "tf32x3", "tf32"]),
+    type=PRECISION,
     default="ieee",
     show_default=True,
     help="Products of float32 that --gpu counts on.",
