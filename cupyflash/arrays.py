@@ -102,8 +102,11 @@ def memory_order(ndim: int, like: Any) -> list[int]:
     return order
 
 
-def empty_in_order(xp: ModuleType, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
-    """A new array whose axes lie in memory in the order of those of ``like``; C order if the ranks differ."""
+def empty_in_order(xp: Any, shape: tuple[int, ...], dtype: Any, like: Any) -> Any:
+    """A new array, made by ``xp.empty``, whose axes lie in memory in the order of those of ``like``.
+
+    C order if the ranks differ.
+    """
     order = memory_order(len(shape), like)
     if order == list(range(len(shape))):
         return xp.empty(shape, dtype)

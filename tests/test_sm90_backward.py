@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import struct
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -151,17 +152,20 @@ def test_heads_are_walked_side_by_side_while_their_queries_fit_the_cache():
     ],
 )
 def test_a_cotangent_that_tma_does_not_take_is_copied(dout, row):
-    copies = sm90_launch.copy_of_dout(dout)
-    assert [copy.row for copy in copies.values()] == ([] if row is None else [row])
+    copies = sm90_launch.copies(call_of(mask=None, bias=None), dout)
+    assert {name: copy.row for name, copy in copies.items()} == ({} if row is None else {"dout": row})
+
+
+def call_of(**options):
+    """What `copies` asks of a problem whose q, k and v are read in place."""
+    x = strided((2, 4, 10, 64), (2560, 640, 64, 1))
+    return SimpleNamespace(dtype=np.dtype(np.float16), q=x, k=x, v=x, **options)
 
 
 def test_a_mask_and_a_bias_are_read_in_place():
-    x = strided((2, 4, 10, 64), (2560, 640, 64, 1))
     odd = strided((4, 10, 9), (90, 9, 1), np.float64)
-    problem = type(
-        "Call", (), {"dtype": np.dtype(np.float16), "q": x, "k": x, "v": x, "mask": odd, "bias": odd}
-    )
-    assert sm90_launch.copies(problem, backward=True) == {}
+    problem = call_of(mask=odd, bias=odd)
+    assert sm90_launch.copies(problem, problem.q) == {}
     assert set(sm90_launch.copies(problem)) == {"mask", "bias"}
 
 

@@ -48,7 +48,7 @@ def forward(
         if family.arch_suffix:
             arrays |= _kept(machine, readable(problem))
         if out is None:
-            out = empty_in_order(machine.xp, problem.out_shape, problem.out_dtype, problem.q)
+            out = empty_in_order(machine, problem.out_shape, problem.out_dtype, problem.q)
         if lse is None and need_lse:
             lse = machine.empty(problem.lse_shape, problem.lse_dtype)
             machine.keep_for_graph(lse)  # a vjp may be all that holds it
@@ -85,7 +85,7 @@ def backward(request: BackwardRequest, *, workspace: Any = None, machine: Any = 
         arrays |= {GRADIENTS[name]: x for name, x in results.items()}
         if arrays["dout"] is not request.dout:
             machine.keep_for_graph(arrays["dout"])
-        if family.name == "sm90":
+        if family.arch_suffix:
             arrays |= _kept(machine, readable(p, arrays["dout"]))
         cc = machine.compute_capability
         wanted = frozenset(GRADIENTS[name][1:] for name in request.wrt)
@@ -115,7 +115,7 @@ def _gradient_array(machine: Any, request: BackwardRequest, name: str) -> Any:
     """Where a gradient goes, with the heads axis that a 2-D argument lacks."""
     argument, target = getattr(request.problem, name), getattr(request.targets, name)
     if target is None:
-        return empty_in_order(machine.xp, argument.shape, argument.dtype, argument)
+        return empty_in_order(machine, argument.shape, argument.dtype, argument)
     return target[None] if name in request.problem.two_d else target
 
 

@@ -44,7 +44,7 @@ class Gpu:
 
     def counter(self) -> int:
         """Where two zeros lie that one launch may count in, and leaves zero; the device is current."""
-        in_graph = capturing(self.xp)
+        in_graph = self.captures()
         if self._counters is None:
             if in_graph:
                 raise RuntimeError(
@@ -86,7 +86,7 @@ class Gpu:
 
     def upload(self, x: np.ndarray) -> Any:
         """A copy of a host array, kept for the next call with the same values."""
-        key, in_graph = (self.device, x.shape, x.dtype, x.tobytes()), capturing(self.xp)
+        key, in_graph = (self.device, x.shape, x.dtype, x.tobytes()), self.captures()
         with _upload_lock:
             if (found := _uploads.get(key)) is not None:
                 if in_graph:

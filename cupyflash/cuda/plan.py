@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
+from typing import NamedTuple
 
 from .. import cost
 from ..arrays import is_device
@@ -49,15 +47,15 @@ def plan(
         There is no GPU and no ``arch``.
     """
     p = problem
-    recipe, name, passed_over, copied, output = planned(p, backward, family, arch)
-    main = recipe.main
+    found = planned(p, backward, family, arch)
+    recipe, main = found.recipe, found.recipe.main
     geometry = None if main is None else main.geometry
     block_q, block_kv = (geometry.block_q, geometry.block_kv) if geometry else (1, 1)
     report = None if main is None or arch is not None else module.report_of(main)
     return cost.Plan(
         backend="cuda",
-        family=name,
-        config=str(main) if main else f"{name}, nothing to launch",
+        family=found.family,
+        config=str(main) if main else f"{found.family}, nothing to launch",
         block_q=block_q,
         block_kv=block_kv,
         splits=recipe.runs,
@@ -65,19 +63,27 @@ def plan(
         flops=cost.flops(p, backward),
         bytes_moved=cost.bytes_tiled(p, block_q, block_kv, backward),
         workspace_bytes=recipe.workspace_bytes,
-        copied_bytes=copied,
-        output_bytes=output,
+        copied_bytes=found.copied_bytes,
+        output_bytes=found.output_bytes,
         registers=report.registers if report else None,
         shared_bytes=report.shared_bytes if report else None,
-        passed_over=passed_over,
+        passed_over=found.passed_over,
     )
 
 
-def planned(
-    problem: Problem, backward: bool, family: str | None, arch: int | None
-) -> tuple[Recipe, str, tuple[tuple[str, str], ...], int, int]:
-    """(recipe, family, families passed over, bytes copied, bytes of results)."""
-    cc = target(problem) if arch is None else arch
+class Planned(NamedTuple):
+    """What would be launched, by which family, and what it allocates; ``passed_over`` is as in `cost.Plan`."""
+
+    recipe: Recipe
+    family: str
+    passed_over: tuple[tuple[str, str], ...]
+    copied_bytes: int
+    output_bytes: int
+
+
+def planned(problem: Problem, backward: bool, family: str | None, arch: int | None) -> Planned:
+    """The recipe of a call, whose operands need only shapes, strides and dtypes; arguments as `plan`'s."""
+    cc = _compute_capability(problem) if arch is None else arch
     chosen, passed_over = choose_family(problem, cc, family, backward=backward)
     found, results = layouts(tensors(problem)), _results(problem, backward)
     output = sum(map(layout_bytes, results.values()))
@@ -88,9 +94,7 @@ def planned(
     if backward:
         found |= _cotangents(problem)
     if chosen.arch_suffix:
-        made = sm90_launch.copies(problem, backward=backward)
-        if backward:
-            made |= sm90_launch.copy_of_dout(found["dout"])
+        made = sm90_launch.copies(problem, found["dout"] if backward else None)
         copied += sum(copy.nbytes for copy in made.values())
         found |= {name: copy.layout for name, copy in made.items()}
     sizes = Sizes.of(problem)
@@ -102,11 +106,11 @@ def planned(
     if problem is not given:
         workspace = recipe.workspace_bytes
         copied = most_bytes(given, problem, backward, workspace + copied) - output - workspace
-    return recipe, chosen.name, passed_over, copied, output
+    return Planned(recipe, chosen.name, passed_over, copied, output)
 
 
-def target(problem: Problem) -> int:
-    """The compute capability of the device that a call would run on."""
+def _compute_capability(problem: Problem) -> int:
+    """That of the device that a call would run on."""
     if is_device(problem.q):
         return compute_capability(problem.q.device.id)
     if reason := missing():
@@ -121,7 +125,7 @@ def _results(problem: Problem, backward: bool) -> dict[str, Layout]:
     p = problem
     if not backward:
         out = layout_in_order(p.out_shape, p.out_dtype, p.q)
-        return {"out": out} | _dense(p, {"lse": p.lse_dtype})
+        return {"out": out, "lse": layout_in_order(p.lse_shape, p.lse_dtype, None)}
     given = {name: getattr(p, name) for name in p.differentiable}
     return {GRADIENTS[name]: layout_in_order(x.shape, x.dtype, x) for name, x in given.items()}
 
@@ -129,17 +133,8 @@ def _results(problem: Problem, backward: bool) -> dict[str, Layout]:
 def _cotangents(problem: Problem) -> dict[str, Layout]:
     """Layouts of what a backward reads beside the operands; dout and out lie as `attention` makes out."""
     p = problem
-    found = {
-        name: layout_in_order(p.out_shape, dtype, p.q)
-        for name, dtype in (("dout", p.dtype), ("out", p.out_dtype))
-    }
-    return found | _dense(p, {"lse": p.lse_dtype})
-
-
-def _dense(problem: Problem, dtypes: dict[str, np.dtype[Any]]) -> dict[str, Layout]:
-    """C-ordered layouts of results in these dtypes."""
-    shapes = {"lse": problem.lse_shape}
     return {
-        name: layout_in_order(shapes.get(name, problem.out_shape), dtype, None)
-        for name, dtype in dtypes.items()
+        "dout": layout_in_order(p.out_shape, p.dtype, p.q),
+        "out": layout_in_order(p.out_shape, p.out_dtype, p.q),
+        "lse": layout_in_order(p.lse_shape, p.lse_dtype, None),
     }

@@ -102,7 +102,7 @@ def forward_recipe(family: str, cc: int, sizes: Sizes, layouts: Layouts) -> Reci
     """The forward: one kernel, no workspace; or keys in runs whose results are joined."""
     config = config_of(family, "forward", cc, sizes)
     if family == "sm90_wide":
-        return _forward_on_planes(config, sizes, dict(layouts))
+        return _forward_on_planes(config, cc, sizes, dict(layouts))
     if family == "sm80" and sizes.rows and (runs := sm80.runs_of_keys(sizes)) > 1:
         return _forward_in_runs(config, cc, runs, sizes, layouts)
     grid = config.geometry.blocks("forward", sizes, sizes.batch)
@@ -111,29 +111,25 @@ def forward_recipe(family: str, cc: int, sizes: Sizes, layouts: Layouts) -> Reci
     return Recipe((Launch(config, grid, record.tobytes(), extras=extras),) if grid else ())
 
 
-def _forward_on_planes(config: Any, sizes: Sizes, layouts: dict[str, Layout]) -> Recipe:
+def _forward_on_planes(config: Any, cc: int, sizes: Sizes, layouts: dict[str, Layout]) -> Recipe:
     """Keys and values are split into planes of bfloat16, in the workspace."""
     grid = config.geometry.blocks("forward", sizes, sizes.batch)
     if not grid:
         return Recipe(())
     workspace, workspace_bytes = add_planes(layouts, sizes)
     record = build_record(sizes, layouts)
-    split = choose(config.family, "split", config.dtype, sizes.head_dim, sizes.head_dim_v, sizes.options, 0)
     launches = (
-        Launch(split, split_blocks(layouts), record.tobytes()),
+        Launch(config_of(config.family, "split", cc, sizes), split_blocks(layouts), record.tobytes()),
         Launch(config, grid, record.tobytes(), extras=PlaneExtras.of(config, sizes, layouts, record)),
     )
     return Recipe(launches if sizes.seqlen_k else launches[1:], workspace, workspace_bytes)
 
 
 def _forward_in_runs(config: Any, cc: int, runs: int, sizes: Sizes, layouts: Layouts) -> Recipe:
-    form: Any = in_runs(config)
-    if sm80.is_decode(sizes):
-        form = choose(
-            config.family, "decode", config.dtype, sizes.head_dim, sizes.head_dim_v, sizes.options, cc
-        )
+    decode = sm80.is_decode(sizes)
+    form: Any = config_of(config.family, "decode", cc, sizes) if decode else in_runs(config)
+    after = config_of(config.family, "combine", cc, sizes)
     record = build_record(sizes, dict(layouts), splits=runs).tobytes()
-    after = choose(config.family, "combine", config.dtype, sizes.head_dim, sizes.head_dim_v, sizes.options, 0)
     launches = (
         Launch(form, form.geometry.blocks(form.kernel, sizes, sizes.batch) * runs, record),
         Launch(after, sizes.batch * ceil(sizes.heads_q * sizes.seqlen_q, after.threads // 32), record),

@@ -107,21 +107,21 @@ class Copy(NamedTuple):
         return math.prod(self.layout.shape[:-1]) * self.row * self.layout.dtype.itemsize
 
 
-def copies(problem: Any, *, backward: bool = False) -> dict[str, Copy]:
+def copies(problem: Any, dout: Any = None) -> dict[str, Copy]:
     """The operands that the kernel cannot read in place, and how they are copied: with rows padded to whole units.
 
-    They are q, k and v of 16 bits that TMA does not take, and in the forward a mask or bias whose columns cannot be
-    read in pairs, or whose dtype is neither that of q nor float32.
+    They are q, k, v and dout of 16 bits that TMA does not take, and in the forward a mask or bias whose columns
+    cannot be read in pairs, or whose dtype is neither that of q nor float32. With dout, an array or its layout, those
+    of a backward.
     """
-    p = problem
+    p, forward = problem, dout is None
     wanted: dict[str, tuple[Any, int, np.dtype[Any]]] = {}
     if p.dtype.itemsize == 2:
-        wanted |= {
-            name: (getattr(p, name), ALIGNMENT // p.dtype.itemsize, p.dtype) for name in ("q", "k", "v")
-        }
-    if not backward and p.mask is not None and not _one_column(p.mask):
+        by_tma = {"q": p.q, "k": p.k, "v": p.v} | ({} if forward else {"dout": dout})
+        wanted |= {name: (x, ALIGNMENT // p.dtype.itemsize, p.dtype) for name, x in by_tma.items()}
+    if forward and p.mask is not None and not _one_column(p.mask):
         wanted["mask"] = (p.mask, 2, p.mask.dtype)
-    if not backward and p.bias is not None and not _one_column(p.bias):
+    if forward and p.bias is not None and not _one_column(p.bias):
         single = np.dtype(np.float32)
         wanted["bias"] = (p.bias, 2, p.bias.dtype if p.bias.dtype in (p.dtype, single) else single)
     return {
@@ -131,21 +131,10 @@ def copies(problem: Any, *, backward: bool = False) -> dict[str, Copy]:
     }
 
 
-def copy_of_dout(dout: Any) -> dict[str, Copy]:
-    """The same for an output's cotangent, by name; none where TMA takes it."""
-    if dout.dtype.itemsize != 2:
-        return {}
-    multiple = ALIGNMENT // dout.dtype.itemsize
-    return {} if _whole(dout, multiple) else {"dout": _copy(dout, multiple, dout.dtype)}
-
-
 def readable(problem: Any, dout: Any = None) -> dict[str, Any]:
-    """The copies, by name; with dout those of a backward."""
-    wanted = copies(problem, backward=dout is not None)
-    if dout is not None:
-        wanted |= copy_of_dout(dout)
+    """The copies themselves, by name."""
     made = {}
-    for name, ((shape, _, dtype), row) in wanted.items():
+    for name, ((shape, _, dtype), row) in copies(problem, dout).items():
         x = dout if name == "dout" else getattr(problem, name)
         made[name] = array_module(x).empty((*shape[:-1], row), dtype)[..., : shape[-1]]
         made[name][...] = x

@@ -19,28 +19,20 @@ from .build import MODES, build, missing
 from .kernel import Function, Memory
 
 _MOST_ARRAYS = 256
+_BACKWARD_ALONE = ("dlse", "delta", "wrt", "grads_out", "accumulate")  # keywords that a forward does not take
 # Whose words all have a second implementation.
 _FAMILIES = ("simt", "sm80", "sm80_wide", "sm90_wide", "prepost")
+# What kernels may write, by name; all those of a backward may write the same.
 _WRITTEN = {
     "forward": ("out", "lse", "partials"),
     "decode": ("partials",),
     "combine": ("out", "lse"),
     "split": ("k_planes", "v_planes"),
     "split_all": ("q_planes", "k_planes", "v_planes", "dout_planes", "row_stats"),
-}  # by kernel; the others write
+}
 _WRITTEN_BACKWARD = (
-    "row_delta",
-    "slope_rows",
-    "partials",
-    "row_stats",
-    "dq_sums",
-    "turns",
-    "dq",
-    "dk",
-    "dv",
-    "dbias",
-    "dsinks",
-    "dslopes",
+    *("row_delta", "slope_rows", "partials", "row_stats", "dq_sums", "turns"),
+    *("dq", "dk", "dv", "dbias", "dsinks", "dslopes"),
 )
 
 
@@ -55,9 +47,9 @@ class Machine:
     ----------
     mode : {"checked", "plain", "sanitized"}
         "checked": races on shared memory, accesses outside the arrays of the launch, writes to inputs, misaligned
-        accesses and indices out of bounds raise EmulationError. "plain": faster;
-        collectives that not every thread reaches, and deadlocks, still raise. "sanitized": AddressSanitizer and
-        UndefinedBehaviorSanitizer look on, in a process with `sanitizer_environment`.
+        accesses and indices out of bounds raise EmulationError. "plain": faster; collectives that not every thread
+        reaches, and deadlocks, still raise. "sanitized": AddressSanitizer and UndefinedBehaviorSanitizer look on, in
+        a process with `sanitizer_environment`.
     seed : int
         0: blocks, warps and lanes in their natural order; else in the random order of that seed. Results must not
         depend on it.
@@ -111,9 +103,8 @@ class Machine:
         self.launched: list[Config] = []
         self._functions: dict[Config, Function] = {}
         self._counter = np.zeros(2, np.uint32)
-        self._arrays: dict[
-            int, int
-        ] = {}  # memory whose addresses were taken: its begin and end, the latest last
+        # Memory whose addresses were taken: its begin and end, the latest last.
+        self._arrays: dict[int, int] = {}
 
     def attention(self, q: Any, k: Any, v: Any, /, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         """(out, lse) of NumPy arrays; options as `cupyflash.attention`."""
@@ -130,31 +121,15 @@ class Machine:
         out: Any,
         lse: Any,
         /,
-        *,
-        dlse: Any = None,
-        delta: Any = None,
-        wrt: Any = None,
-        grads_out: Any = None,
-        accumulate: bool = False,
         **options: Any,
     ) -> Gradients:
         """Gradients of NumPy arrays; arguments as `cupyflash.attention_backward`."""
+        given = {name: options.pop(name) for name in _BACKWARD_ALONE if name in options}
         problem = Problem.create(q, k, v, backend="cuda", **options)
-        cotangents = {
-            "dlse": dlse,
-            "delta": delta,
-            "wrt": wrt,
-            "grads_out": grads_out,
-            "accumulate": accumulate,
-        }
-        return backward(BackwardRequest.create(problem, dout, out, lse, **cotangents), machine=self)
+        request = BackwardRequest.create(problem, dout, out, lse, **given)
+        return backward(request, machine=self)
 
     # What `launch` asks of a machine.
-
-    @property
-    def xp(self) -> Machine:
-        """Whose `empty` makes results."""
-        return self
 
     @contextmanager
     def current(self) -> Iterator[None]:
