@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support import qkv
 
-from cupyflash.cuda import calls
+from cupyflash.cuda import calls, direct
 from cupyflash.cuda.families import family_of
 from cupyflash.cuda.operands import tensors
 from cupyflash.cuda.params import ADDRESSES
@@ -81,7 +81,7 @@ def test_every_address_is_held_to_its_dtype():
     options = {"bias": np.zeros((4, 4)), "mask": np.ones((4, 4), bool), "sinks": np.zeros(1, np.float32)}
     arrays = tensors(Problem.create(q, k, v, backend="cuda", **options))
     found = {
-        name: {ADDRESSES[place]: unit for place, unit in calls._units(arrays, family_of(name))}
+        name: {ADDRESSES[place]: unit for place, unit in direct._units(arrays, family_of(name))}
         for name in ("sm80", "sm90")
     }
     assert found["sm80"] == {"q": 2, "k": 2, "v": 2, "bias": 8, "sinks": 4}
