@@ -1,0 +1,86 @@
+"""The fast way of a known call launches what the slow way does, byte for byte. No GPU is needed: nothing runs."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from emulated import needs_compiler
+from support import normal, qkv
+
+from cupyflash.cuda import direct, launch
+from cupyflash.cuda.emulate import Machine
+from cupyflash.cuda.operands import tensors
+from cupyflash.cuda.params import ADDRESSES
+from cupyflash.cuda.plan import planned
+from cupyflash.problem import Problem
+
+pytestmark = needs_compiler
+
+
+class Recorder(Machine):
+    """A machine that writes launches down; its CuPy hands out the memory of given arrays, in order."""
+
+    def __init__(self, cc, memory=()):
+        super().__init__("plain", compute_capability=cc)
+        self.device, self.launches, self.memory = 0, [], iter(memory)
+        self.xp = SimpleNamespace(
+            ndarray=lambda shape, dtype, memory, strides: SimpleNamespace(data=memory, strides=strides),
+            cuda=SimpleNamespace(
+                runtime=SimpleNamespace(getDevice=lambda: 0),
+                alloc=lambda nbytes: self._allocated(nbytes),
+                function=SimpleNamespace(CPointer=lambda address: address),
+            ),
+        )
+
+    def _allocated(self, nbytes):
+        x = next(self.memory)
+        assert x.nbytes == nbytes
+        return SimpleNamespace(ptr=x.ctypes.data)
+
+    def load(self, config):
+        def function(grid, threads, args, shared_bytes):
+            records = [x.tobytes() if isinstance(x, np.void) else x for x in args]
+            self.launches.append((str(config), grid, threads, shared_bytes, records))
+
+        return SimpleNamespace(function=function)
+
+
+CALLS = {
+    "float32 on 7.5": (75, np.float32, 9, {}),
+    "float32 on 8.0": (80, np.float32, 9, {"bias": normal(np, (9, 40)), "sinks": normal(np, (4,))}),
+    "float16 on 8.0": (80, np.float16, 9, {"causal": "bottom_right", "softcap": 3.0}),
+    "keys in runs": (80, np.float16, 1, {}),
+    "dropout": (80, np.float16, 9, {"dropout_p": 0.5, "dropout_seed": 2**63 + 1, "dropout_offset": 7}),
+    "Hopper": (90, np.float16, 9, {"window": (3, 3), "query_offset": 0}),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_known_call_launches_the_same(name):
+    cc, dtype, m, options = CALLS[name]
+    q, k, v = qkv(np, batch=2, heads=4, heads_kv=2, m=m, n=40, d=64, dtype=dtype)
+    if name == "keys in runs":
+        k, v = (np.concatenate([x] * 100, axis=2) for x in (k, v))
+    problem = Problem.create(q, k, v, backend="cuda", **options)
+    out, lse = np.empty(problem.out_shape, dtype), np.empty(problem.lse_shape, problem.lse_dtype)
+    workspace = np.empty(planned(problem, False, None, cc).recipe.workspace_bytes, np.uint8)
+    slow, fast = Recorder(cc), Recorder(cc, [out, lse, workspace])
+    row = [0] * direct.GIVEN
+    for array, x in tensors(problem).items():
+        row[ADDRESSES.index(array)] = x.ctypes.data
+    random = [options.get("dropout_seed", 0), options.get("dropout_offset", 0)]
+    with slow.current():
+        launch.forward(problem, out, lse, workspace=workspace if workspace.size else None, machine=slow)
+        call = direct.Call.of(fast, problem, return_lse=True)  # whose records stay while it does
+        made = call(row, random)
+    assert [x.strides for x in made] == [out.strides, lse.strides]
+    assert len(slow.launches) == len(fast.launches) > 0
+    for (*of_slow, records), (*of_fast, addresses) in zip(slow.launches, fast.launches):
+        assert of_fast == of_slow
+        pairs = zip(addresses, records, strict=True)
+        found = [ctypes.string_at(address, len(record)) for address, record in pairs]
+        found[2:], records[2:] = ([x[8:] for x in y[2:]] for y in (found, records))  # each has its counter
+        assert found == records
