@@ -41,7 +41,7 @@ class _Backward:
         cc: int,
         sizes: Sizes,
         layouts: dict[str, Layout],
-        wrt: Collection[str],
+        wrt: frozenset[str],
         accumulate: bool,
     ):
         self.family, self.cc, self.sizes, self.layouts = family, cc, sizes, layouts
@@ -54,28 +54,38 @@ class _Backward:
     def recipe(self) -> Recipe:
         if self.sizes.rows == 0:
             return Recipe(())
-        if {"bias", "sinks"} & set(self.wrt) or self.family != "sm80" or not self._in_one_kernel():
+        together = self._in_one_kernel()
+        by_sums = together and self.family == "sm80"  # dq leaves that kernel as sums
+        if {"bias", "sinks"} & self.wrt or not by_sums:
             self._reserve("row_delta", self.sizes.rows)
         if "slopes" in self.wrt:
             self._reserve("slope_rows", self.sizes.rows)
-        if self._in_one_kernel() and self.family == "sm80":
+        if by_sums:
             self._all_three()
-        elif self._in_one_kernel():
+        elif together:
             self._reserve("turns", ceil(4 * (1 + self.sizes.rows), self.score_bytes))
             self._delta()
             self._all_in_turns()
         else:
             self._delta()
             self._keys_and_values()
-            self._queries({"q", "slopes"} & set(self.wrt))
+            self._queries({"q", "slopes"} & self.wrt)
         if "bias" in self.wrt:
             self._bias()
+        return self._finished()
+
+    def _finished(self) -> Recipe:
+        """The recipe, after the launches that sum over rows."""
         for name in ("sinks", "slopes"):
             if name in self.wrt:
                 self._rows_of(name)
         return Recipe(tuple(self.launches), tuple(self.workspace), self.workspace_bytes)
 
-    def _reserve(self, name: str, elements: int) -> None:  # in units of the score dtype
+    def _config(self, kernel: str) -> Any:
+        return config_of(self.family, kernel, self.cc, self.sizes)
+
+    def _reserve(self, name: str, elements: int) -> None:
+        """An array of the workspace, of elements of the score dtype."""
         self.workspace.append((name, self.workspace_bytes))
         self.workspace_bytes += ceil(elements * self.score_bytes, ALIGNMENT) * ALIGNMENT
 
@@ -96,7 +106,7 @@ class _Backward:
             self.launches.append(Launch(config, grid, record.tobytes(), indices, extras))
 
     def _delta(self) -> None:
-        config = config_of(self.family, "delta", self.cc, self.sizes)
+        config = self._config("delta")
         record = self._record(
             (*_LENGTHS, "out", "dout", "dlse", "delta", *(["dq"] if "q" in self.wrt else ()))
         )
@@ -104,7 +114,7 @@ class _Backward:
 
     def _all_in_turns(self) -> None:
         """All three from one kernel, dq summed in place: in turns, or (splits 0) as blocks come."""
-        config = config_of(self.family, "backward", self.cc, self.sizes)
+        config = self._config("backward")
         turns = sm80_wide.heads_in_turns(self.sizes.heads_kv) if self.sizes.deterministic else 0
         record = self._record((*_SCORES, "dout", "dq", "dk", "dv"), owner="dk", splits=turns)
         self._add(config, config.geometry.blocks("backward", self.sizes, _own(record)), record)
@@ -117,7 +127,7 @@ class _Backward:
 
     def _keys_and_values(self) -> None:
         for owners in self._owners():
-            config = config_of(self.family, "backward_kv", self.cc, self.sizes)
+            config = self._config("backward_kv")
             record = self._record((*_SCORES, "dout", *owners), owner=owners[0])
             grid = config.geometry.blocks("backward_kv", self.sizes, _own(record))
             self._add(config, grid, record, {"dk", "dv"}.difference(owners))
@@ -125,14 +135,14 @@ class _Backward:
     def _in_one_kernel(self) -> bool:
         """Whether dq, dk and dv come from one kernel."""
         s = self.sizes
-        if "slopes" in self.wrt or not {"q", "k", "v"} <= set(self.wrt) or len(self._owners()) != 1:
+        if "slopes" in self.wrt or not {"q", "k", "v"} <= self.wrt or len(self._owners()) != 1:
             return False
         if self.family == "sm80_wide" and any(self._broadcast_axes("q")):
             return False
         return in_one_kernel(self.family, s.dtype.name, max(s.head_dim, s.head_dim_v), s.options, self.cc)
 
     def _all_three(self) -> None:
-        s, config = self.sizes, config_of(self.family, "backward", self.cc, self.sizes)
+        s, config = self.sizes, self._config("backward")
         if not s.deterministic:
             config = unordered(config)
         self._reserve_sums(config)
@@ -148,18 +158,18 @@ class _Backward:
             self._reserve(name, words)
 
     def _row_stats(self, main: Any) -> None:
-        config = config_of(self.family, "row_stats", self.cc, self.sizes)
+        config = self._config("row_stats")
         names = (*_LENGTHS, "out", "lse", "dout", "dlse", "delta")
         record = self._record(names, splits=main.geometry.block_q)
         self._add(config, backward_rows.padded_rows(self.sizes) // backward_rows.ROW_UNIT, record)
 
     def _clear_sums(self, main: Any) -> None:
-        config = config_of(self.family, "clear_sums", self.cc, self.sizes)
+        config = self._config("clear_sums")
         record = self._record(_LENGTHS, splits=main.geometry.head_dim)
         self._add(config, backward_rows.padded_rows(self.sizes) // backward_rows.ROW_BLOCK, record)
 
     def _finish_queries(self, main: Any) -> None:
-        config = config_of(self.family, "finish_queries", self.cc, self.sizes)
+        config = self._config("finish_queries")
         record = self._record((*_LENGTHS, "dq"), owner="dq", splits=main.geometry.head_dim)
         units = ceil(self.sizes.seqlen_q, backward_rows.ROW_UNIT)
         self._add(config, _own(record) * self.sizes.heads_q * units, record)
@@ -174,7 +184,7 @@ class _Backward:
     def _queries(self, wanted: Collection[str]) -> None:
         if not wanted:
             return
-        config = config_of(self.family, "backward_q", self.cc, self.sizes)
+        config = self._config("backward_q")
         owned = ["dq"] if "q" in wanted else []
         record = self._record((*_SCORES, "dout", *owned), owner=owned[0] if owned else None)
         grid = config.geometry.blocks("backward_q", self.sizes, _own(record))
@@ -183,7 +193,7 @@ class _Backward:
     def _bias(self) -> None:
         if not math.prod(self.layouts["dbias"].shape):
             return
-        config = config_of(self.family, "backward_bias", self.cc, self.sizes)
+        config = self._config("backward_bias")
         names, s = (*_SCORES, "dout", "dbias"), self.sizes
         record = self._record(names, owner="dbias")
         row_tiles, col_tiles = (
@@ -202,11 +212,11 @@ class _Backward:
             record = self._record(names, owner="dbias", splits=splits)
         self._add(config, owners * splits, record)
         if splits > 1:
-            after = config_of(self.family, "sum_partials", self.cc, s)
+            after = self._config("sum_partials")
             self._add(after, ceil(elements, after.threads), record)
 
     def _rows_of(self, name: str) -> None:
-        config = config_of(self.family, "sum_rows", self.cc, self.sizes)
+        config = self._config("sum_rows")
         record = self._record((*_LENGTHS, "sinks", "lse", f"d{name}"), owner=f"d{name}")
         grid = _own(record) * (self.sizes.heads_q if record["own_heads"] else 1)
         self._add(config, grid, record, ["dslopes" if name == "sinks" else "dsinks"])
@@ -223,27 +233,24 @@ class _HopperBackward(_Backward):
         if self.sizes.rows == 0:
             return Recipe(())
         kernel = sm90_backward.kernel_for(self.sizes)
-        config = config_of(self.family, kernel, self.cc, self.sizes)
+        config = self._config(kernel)
         self._reserve_sums(config)
-        if {"bias", "sinks", "slopes"} & set(self.wrt):
+        if {"bias", "sinks", "slopes"} & self.wrt:
             self._reserve("row_delta", self.sizes.rows)
         if "slopes" in self.wrt:
             self._reserve("slope_rows", self.sizes.rows)
         self._row_stats(config)
         if "q" in self.wrt and not self.sizes.deterministic:
             self._clear_sums(config)
-        if {"q", "k", "v"} & set(self.wrt):
+        if {"q", "k", "v"} & self.wrt:
             self._main(kernel, config)
         if "q" in self.wrt:
             self._finish_queries(config)
         self.family = "sm80"
         if "bias" in self.wrt:
             self._bias()
-        self._queries({"slopes"} & set(self.wrt))
-        for name in ("sinks", "slopes"):
-            if name in self.wrt:
-                self._rows_of(name)
-        return Recipe(tuple(self.launches), tuple(self.workspace), self.workspace_bytes)
+        self._queries({"slopes"} & self.wrt)
+        return self._finished()
 
     def _main(self, kernel: str, config: Any) -> None:
         order = sm90_backward.IN_TURN if self.sizes.deterministic else sm90_backward.IN_ANY_ORDER
@@ -267,13 +274,13 @@ class _BackwardOnPlanes(_Backward):
 
     def _delta(self) -> None:
         super()._delta()
-        if self.family != "sm90_wide" or not {"q", "k", "v"} & set(self.wrt):
+        if self.family != "sm90_wide" or not {"q", "k", "v"} & self.wrt:
             return
         for name, (rows, cols) in sm90_wide_backward.planes(self.sizes).items():
             self._reserve(f"{name}_planes", rows * cols // 2)
         stats = backward_rows.padded_rows(self.sizes)
         self._reserve("row_stats", 2 * stats)
-        config = config_of(self.family, "split_all", self.cc, self.sizes)
+        config = self._config("split_all")
         record = self._record((*_LENGTHS, "q", "k", "v", "dout", "lse"))
         self._add(config, ceil(sm90_wide_backward.split_units(self.sizes, stats), config.threads), record)
 
