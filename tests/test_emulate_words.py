@@ -384,6 +384,39 @@ def test_a_copy_to_a_misaligned_address_is_named():
         copied(COPIES.replace("smem.x[0][l])", "&smem.x[0][l][1])"))
 
 
+# A box of 8 rows of 64 elements of a tensor that has `rows` of them.
+TMA = """#include "core/block.cuh"
+#include "core/ptx_sm90.cuh"
+struct Record { const u16* x; u16* y; i64 rows; };
+extern "C" __global__ void toy(const Record p) {
+  u64& bar = static_shared_storage<u64>();
+  const TensorMap map{u64(p.x), {64, u64(p.rows), 1, 1, 1}, {128, 0, 0, 0}, {64, 8}, 2};
+  const u32 tile = shared_tiles(), t = thread_index();
+  if (t == 0) {
+    mbarrier_init(bar, 1);
+    mbarrier_arrive_expect_tx(shared_address(&bar), 8 * 128);
+    cp_async_bulk_tensor_5d_load(tile, map, shared_address(&bar), 0, 0, 0, 0, 0);
+  }
+  block_barrier();
+  mbarrier_try_wait_parity(shared_address(&bar), 0);
+  for (u32 r = 0; r < 8; ++r) p.y[64 * r + t] = emulate::swizzled_at<u16>(tile + 128 * r + 2 * t);
+}
+"""
+
+
+def test_tma_fills_up_with_zeros():
+    x, y = np.arange(1, 5 * 64 + 1, dtype=np.uint16), np.zeros((8, 64), np.uint16)
+    run(TMA, shared=2048, writes=("y",), x=x, y=y, rows=5)
+    np.testing.assert_array_equal(y[:5].reshape(-1), x)
+    assert not y[5:].any()
+
+
+def test_tma_past_the_end_of_an_array_is_named():
+    x, y = np.zeros(5 * 64 - 1, np.uint16), np.zeros((8, 64), np.uint16)
+    with pytest.raises(EmulationError, match="reads 2 bytes outside every array, 2 bytes beyond the end of x"):
+        run(TMA, shared=2048, writes=("y",), x=x, y=y, rows=5)
+
+
 def test_red_adds_every_threads_share():
     text = """#include "core/block.cuh"
     #include "core/emulate/ptx_sm80.cuh"

@@ -41,6 +41,9 @@ template <class T> CF_UNANNOUNCED T& swizzled_at(u32 byte) {
   return *reinterpret_cast<T*>(shared_memory(place + sizeof(T)) + place);
 }
 
+// What TMA reads of global memory: an access of the kernel's, whose place is checked.
+inline u16 element_at(u64 address) { return *reinterpret_cast<const u16*>(address); }
+
 // Where a wgmma's descriptor says that an element of its operand lies: the operand is `across` x 16 deep.
 template <bool kByRows> CF_UNANNOUNCED u16 operand(u64 descriptor, u32 across, u32 deep) {
   const u32 tile = (u32(descriptor) & 0x3fff) << 4, panel = (u32(descriptor >> 16) & 0x3fff) << 4;
@@ -129,7 +132,7 @@ CF_UNANNOUNCED inline void cp_async_bulk_tensor_5d_load(u32 to, const TensorMap&
       bool inside = true;
       for (int n = 0; n < 5; ++n) inside = inside && at[n] >= 0 && u64(at[n]) < map.sizes[n];
       for (int n = 1; n < 5; ++n) address += at[n] * map.strides[n - 1];
-      emulate::swizzled_at<u16>(to + r * 128 + c * 2) = inside ? *reinterpret_cast<const u16*>(address) : u16(0);
+      emulate::swizzled_at<u16>(to + r * 128 + c * 2) = inside ? emulate::element_at(address) : u16(0);
     }
   }
   emulate::complete_tx(bar, i32(map.box[0] * map.box[1] * map.itemsize));
