@@ -413,7 +413,9 @@ def test_tma_fills_up_with_zeros():
 
 def test_tma_past_the_end_of_an_array_is_named():
     x, y = np.zeros(5 * 64 - 1, np.uint16), np.zeros((8, 64), np.uint16)
-    with pytest.raises(EmulationError, match="reads 2 bytes outside every array, 2 bytes beyond the end of x"):
+    with pytest.raises(
+        EmulationError, match="reads 2 bytes outside every array, 2 bytes beyond the end of x"
+    ):
         run(TMA, shared=2048, writes=("y",), x=x, y=y, rows=5)
 
 
