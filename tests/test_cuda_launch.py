@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from emulated import needs_compiler
@@ -293,3 +295,30 @@ def test_the_farthest_offsets_meet_no_bound_that_is_not_there(machine, dtype, of
         request = request_of(machine, problem)
         for x, y in zip(backward(request, machine=machine)[:3], cpu.backward(request)[:3]):
             np.testing.assert_allclose(x, y, rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"])
+def test_lengths_that_nobody_checked_are_clamped(machine, dtype):
+    """As those on a device: the kernels are the first to read them. So far as int64 holds them."""
+    q, k, v = qkv(np, batch=2, m=9, n=12)
+    info = np.iinfo(dtype)
+    ends = np.array([max(info.min, -(2**63)), min(info.max, 2**63 - 1)], dtype)
+    results = []
+    for rows, keys in ((ends, ends[::-1]), ([0, 9], [12, 0])):
+        problem = problem_of(q, k, v, q_lengths=[0, 9], kv_lengths=[12, 0], sinks=normal(np, (1,)))
+        problem = dataclasses.replace(problem, q_lengths=np.asarray(rows), kv_lengths=np.asarray(keys))
+        results.append(
+            (*forward(problem, machine=machine), *backward(request_of(machine, problem), machine=machine))
+        )
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("end", [-(2**63), 2**63 - 1])
+def test_offsets_that_nobody_checked_are_clamped(machine, end):
+    q, k, v = qkv(np, batch=2, m=9)
+    problem = problem_of(q, k, v, query_offset=[0, 1], window=(3, None))
+    results = [
+        forward(dataclasses.replace(problem, query_offset=np.array([1, offset])), machine=machine)
+        for offset in (end, OFFSET_LIMIT if end > 0 else -OFFSET_LIMIT)
+    ]
+    assert_same(*results)
