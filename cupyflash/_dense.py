@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 
 from .arrays import array_module, as_operand
-from .dropout import keep_matrices
 from .problem import Gradients, Problem
 from .request import wanted_gradients
 
@@ -245,7 +244,7 @@ class _Dense:
         """The dropout mask, or None."""
         *heads, m, n = self.problem.score_shape
         dropout = self.problem.dropout
-        return None if dropout is None else keep_matrices(dropout, tuple(heads), m, n, self.xp)
+        return None if dropout is None else dropout.keep_matrices(tuple(heads), m, n, self.xp)
 
     @cached_property
     def sinks(self) -> Any:

@@ -69,14 +69,72 @@ class Dropout:
         t = checks.integers(origin[0], f"{prefix}origin[0]", head_shape, -(2**32), 2**32 - 1, None)
         if p == 0:
             return None
-        t = int(t) if t.ndim == 0 else t
-        low, high = _number_range(t, head_shape)
+        made = cls(float(p), keep_below, seed, offset, int(t) if t.ndim == 0 else t, i, j)
+        low, high = made._number_range(head_shape)
         if low < 0 or high >= 2**32:
             raise ValueError(
                 f"score matrices are numbered from 0 to at most 2^32 - 1 for dropout: {prefix}origin[0] and "
                 f"the shape {head_shape} lead to {low} .. {high}"
             )
-        return cls(float(p), keep_below, seed, offset, t, i, j)
+        return made
+
+    def _number_range(self, head_shape: tuple[int, ...]) -> tuple[int, int]:
+        """The least and the greatest t; (0, 0) where there is no matrix."""
+        count = math.prod(head_shape)
+        if count == 0:
+            return (0, 0)
+        if isinstance(self.origin_t, int):
+            return (self.origin_t, self.origin_t + count - 1)
+        numbers = self.numbers(head_shape)
+        return (int(numbers.min()), int(numbers.max()))
+
+    def numbers(self, head_shape: tuple[int, ...]) -> np.ndarray:
+        """The score matrices' numbers t, origin included, int64 of ``head_shape``."""
+        return np.arange(math.prod(head_shape), dtype=np.int64).reshape(head_shape) + self.origin_t
+
+    def keep_matrices(self, head_shape: tuple[int, ...], m: int, n: int, xp: ModuleType = np) -> Any:
+        """The mask of all score matrices, bool (*head_shape, m, n), as an array of ``xp``."""
+        numbers = self.numbers(head_shape).reshape(-1)
+        kept = xp.empty((len(numbers), m, n), bool)
+        # A chunk is some 16-row bands of one matrix, or several whole matrices.
+        bands = max(1, (_CALLS_HOST if xp is np else _CALLS_DEVICE) // (32 * (n // _BLOCK + 1)))
+        height = _BLOCK * min(bands, m // _BLOCK + 1)
+        step = max(1, _BLOCK * bands // height)
+        for t in range(0, len(numbers), step):
+            for i in range(0, m, height):
+                rows = slice(i, min(m, i + height))
+                kept[t : t + step, rows] = self.keep_tiles(numbers[t : t + step], rows, slice(0, n), xp)
+        return kept.reshape(*head_shape, m, n)
+
+    def keep_tiles(self, numbers: np.ndarray, rows: slice, cols: slice, xp: ModuleType = np) -> Any:
+        """The mask of one tile in each of some matrices, bool (len(numbers), rows, cols), as an array of ``xp``.
+
+        Whole 16x16 blocks around the tile, then cut to it.
+        """
+        size_i, size_j = (max(x.stop - x.start, 0) for x in (rows, cols))
+        if self.threshold > 0xFFFF or size_i * size_j == 0:
+            return xp.ones((len(numbers), size_i, size_j), bool)
+        i, j = self.origin_i + rows.start, self.origin_j + cols.start
+        first_i, first_j = i // _BLOCK, j // _BLOCK
+        blocks_i, blocks_j = -(-(i + size_i) // _BLOCK) - first_i, -(-(j + size_j) // _BLOCK) - first_j
+        seed, offset = (int(x) if xp is np else x for x in (self.seed, self.offset))
+        counter = (
+            _range(xp, 4 * first_j, 4 * blocks_j),
+            _range(xp, 8 * first_i, 8 * blocks_i)[:, None],
+            xp.asarray(numbers.astype(np.uint32))[:, None, None],
+            xp.asarray(offset).astype(np.uint32).reshape(1, 1, 1),
+        )
+        seed = xp.asarray(seed, np.uint64)
+        words = philox4x32(counter, (low_word(seed), low_word(seed >> np.uint64(32))))
+        # Eight neighbours (J, b) of one row travel as one 64-bit item.
+        kept = xp.empty((len(numbers), blocks_i, 2, 8, blocks_j, 2), np.uint64)
+        for index, word in enumerate(words):
+            a, b = divmod(index, 2)
+            eight = (word.astype("<u4", order="C").view("<u2") < self.threshold).view(np.uint64)
+            kept[:, :, a, :, :, b] = eight.reshape(len(numbers), blocks_i, 8, blocks_j)
+        whole = kept.view(bool).reshape(len(numbers), _BLOCK * blocks_i, _BLOCK * blocks_j)
+        i, j = i - _BLOCK * first_i, j - _BLOCK * first_j
+        return whole[:, i : i + size_i, j : j + size_j]
 
 
 def threshold(p: float, name: str = "p") -> int:
@@ -111,36 +169,6 @@ def threshold(p: float, name: str = "p") -> int:
     if not 0 <= p <= 1:
         raise ValueError(f"{name} must lie in [0, 1], got {p}")
     return max(int(np.rint((1.0 - p) * 65536.0)), 1 if p < 1 else 0)
-
-
-def keep_tile(
-    t: int, rows: tuple[int, int], cols: tuple[int, int], *, seed: int, offset: int, threshold: int
-) -> np.ndarray:
-    """The mask of one tile of one score matrix, on the host.
-
-    Parameters
-    ----------
-    t : int
-        The score matrix's number, origin included.
-    rows, cols : (start, stop)
-        The tile, origin included.
-    seed, offset, threshold : int
-        As in `dropout_mask`; `threshold` gives the last.
-
-    Returns
-    -------
-    ndarray of bool, (rows, cols)
-        True = kept.
-
-    Examples
-    --------
-    >>> from cupyflash.dropout import keep_tile
-    >>> keep_tile(0, (2, 4), (7, 12), seed=1, offset=0, threshold=32768).astype(int)
-    array([[0, 1, 1, 0, 0],
-           [0, 1, 1, 0, 1]])
-    """
-    number = np.array([t], np.uint32)
-    return _keep(number, rows, cols, seed=seed, offset=offset, threshold=threshold, xp=np)[0]
 
 
 def dropout_mask(
@@ -207,47 +235,7 @@ def dropout_mask(
     dropout = Dropout.create(p, seed, offset, origin, head_shape, prefix="")
     if dropout is None:
         return xp.ones(sizes, bool)
-    return keep_matrices(dropout, head_shape, sizes[-2], sizes[-1], xp)
-
-
-def keep_matrices(dropout: Any, head_shape: tuple[int, ...], m: int, n: int, xp: ModuleType = np) -> Any:
-    """The mask of all score matrices, bool (*head_shape, m, n), as an array of ``xp``."""
-    numbers = xp.asarray(_numbers(dropout.origin_t, head_shape).astype(np.uint32).reshape(-1))
-    cols = (dropout.origin_j, dropout.origin_j + n)
-    kept = xp.empty((len(numbers), m, n), bool)
-    # A chunk is some 16-row bands of one matrix, or several whole matrices.
-    bands = max(1, (_CALLS_HOST if xp is np else _CALLS_DEVICE) // (32 * (n // _BLOCK + 1)))
-    height = _BLOCK * min(bands, m // _BLOCK + 1)
-    step = max(1, _BLOCK * bands // height)
-    for t in range(0, len(numbers), step):
-        for i in range(0, m, height):
-            rows = (dropout.origin_i + i, dropout.origin_i + min(m, i + height))
-            kept[t : t + step, i : i + height] = _keep(
-                numbers[t : t + step],
-                rows,
-                cols,
-                seed=dropout.seed,
-                offset=dropout.offset,
-                threshold=dropout.threshold,
-                xp=xp,
-            )
-    return kept.reshape(*head_shape, m, n)
-
-
-def _numbers(origin_t: Any, head_shape: tuple[int, ...]) -> np.ndarray:
-    """The score matrices' numbers t, int64 of ``head_shape``."""
-    return np.arange(math.prod(head_shape), dtype=np.int64).reshape(head_shape) + origin_t
-
-
-def _number_range(origin_t: Any, head_shape: tuple[int, ...]) -> tuple[int, int]:
-    """The least and the greatest t; (0, 0) where there is no matrix."""
-    count = math.prod(head_shape)
-    if count == 0:
-        return (0, 0)
-    if isinstance(origin_t, int):
-        return (origin_t, origin_t + count - 1)
-    numbers = _numbers(origin_t, head_shape)
-    return (int(numbers.min()), int(numbers.max()))
+    return dropout.keep_matrices(head_shape, sizes[-2], sizes[-1], xp)
 
 
 def _counter(x: Any, name: str, high: int) -> Any:
@@ -259,42 +247,6 @@ def _counter(x: Any, name: str, high: int) -> Any:
             raise TypeError(f"{name} on the device must be a 0-d integer array, got {checks.describe(x)}")
         return x
     return checks.integer(x, name, 0, high)
-
-
-def _keep(
-    numbers: Any,
-    rows: tuple[int, int],
-    cols: tuple[int, int],
-    *,
-    seed: Any,
-    offset: Any,
-    threshold: int,
-    xp: ModuleType,
-) -> Any:
-    """Bool (len(numbers), rows, cols): whole 16x16 blocks around the tile, then cut to it."""
-    size_i, size_j = (max(stop - start, 0) for start, stop in (rows, cols))
-    if threshold > 0xFFFF or size_i * size_j == 0:
-        return xp.ones((len(numbers), size_i, size_j), bool)
-    first_i, first_j = rows[0] // _BLOCK, cols[0] // _BLOCK
-    blocks_i, blocks_j = -(-rows[1] // _BLOCK) - first_i, -(-cols[1] // _BLOCK) - first_j
-    seed, offset = (int(x) if xp is np else x for x in (seed, offset))
-    counter = (
-        _range(xp, 4 * first_j, 4 * blocks_j),
-        _range(xp, 8 * first_i, 8 * blocks_i)[:, None],
-        numbers[:, None, None],
-        xp.asarray(offset).astype(np.uint32).reshape(1, 1, 1),
-    )
-    seed = xp.asarray(seed, np.uint64)
-    words = philox4x32(counter, (low_word(seed), low_word(seed >> np.uint64(32))))
-    # Eight neighbours (J, b) of one row travel as one 64-bit item.
-    kept = xp.empty((len(numbers), blocks_i, 2, 8, blocks_j, 2), np.uint64)
-    for index, word in enumerate(words):
-        a, b = divmod(index, 2)
-        eight = (word.astype("<u4", order="C").view("<u2") < threshold).view(np.uint64)
-        kept[:, :, a, :, :, b] = eight.reshape(len(numbers), blocks_i, 8, blocks_j)
-    whole = kept.view(bool).reshape(len(numbers), _BLOCK * blocks_i, _BLOCK * blocks_j)
-    i, j = rows[0] - _BLOCK * first_i, cols[0] - _BLOCK * first_j
-    return whole[:, i : i + size_i, j : j + size_j]
 
 
 def _range(xp: ModuleType, start: int, count: int) -> Any:

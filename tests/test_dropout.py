@@ -82,10 +82,10 @@ def test_every_element_of_a_small_mask():
 )
 def test_tiles_are_cut_from_one_mask(i, height, j, width, base):
     whole = dropout.dropout_mask((1, 80, 80), 0.3, 42, 1, (9, base, 0))[0]
-    tile = dropout.keep_tile(
-        9, (base + i, base + i + height), (j, j + width), seed=42, offset=1, threshold=dropout.threshold(0.3)
-    )
-    np.testing.assert_array_equal(tile, whole[i : i + height, j : j + width])
+    rows, cols = slice(i, i + height), slice(j, j + width)
+    arguments = dropout.Dropout.create(0.3, 42, 1, (9, base, 0), ())
+    [tile] = arguments.keep_tiles(arguments.numbers((1,)), rows, cols)
+    np.testing.assert_array_equal(tile, whole[rows, cols])
 
 
 def test_large_masks_are_the_same_as_their_parts():

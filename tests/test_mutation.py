@@ -32,8 +32,8 @@ MUTATIONS = [
     ),
     (
         "dropout.py",
-        '"<u2") < threshold',
-        '"<u2") <= threshold',
+        '"<u2") < self.threshold',
+        '"<u2") <= self.threshold',
         "test_cases_numbers.py::test_I10_kept_is_strictly_below_the_threshold",
     ),
     (

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
-from ..dropout import keep_tile
 from ..masks import Visibility
 from ..problem import Problem
 from .tiles import Buffers, Index, Operand, Tiles
@@ -62,8 +61,7 @@ class Scorer:
         # Whether the scores are the bare products, and many enough for bounds on them to be worth finding.
         self.bare = tiles.stack == 1 and p.bias is None and p.alibi_slopes is None and p.softcap is None
         if p.dropout is not None:
-            origin = np.broadcast_to(np.asarray(p.dropout.origin_t, np.int64), heads)
-            self._numbers = origin + np.arange(math.prod(heads)).reshape(heads)
+            self._numbers = p.dropout.numbers(heads)
 
     def load_q(self, index: Index, rows: slice, stack: int) -> np.ndarray:
         """Scaled queries (stack, rows, d); the spare column, where there is one, is free."""
@@ -147,14 +145,11 @@ class Scorer:
 
     def dropped(self, index: Index, rows: slice, cols: slice) -> np.ndarray | None:
         """Where dropout drops, (stack, rows, cols); None without dropout."""
-        drop = self._dropout
-        if drop is None:
+        if self._dropout is None:
             return None
-        i = (drop.origin_i + rows.start, drop.origin_i + rows.stop)
-        j = (drop.origin_j + cols.start, drop.origin_j + cols.stop)
-        options = {"seed": drop.seed, "offset": drop.offset, "threshold": drop.threshold}
         numbers = np.atleast_1d(self._numbers[index])
-        return ~np.stack([keep_tile(int(t), i, j, **options) for t in numbers])
+        # One after the other: their random words stay in cache.
+        return ~np.concatenate([self._dropout.keep_tiles(t, rows, cols) for t in numbers[:, None]])
 
 
 def largest_norm(rows: np.ndarray) -> float:
