@@ -7,8 +7,8 @@
 // Within 2 last places of the power of 2 that x is rounded to; less than 2^-126 is 0.
 CF_DEVICE float decay(float x) { return ex2_approx_ftz(times(x, 1.4426950408889634f)); }
 
-// log2(e), -log(2) in two parts of which the first has few bits, and (e^r - 1 - r) / r^2 for |r| <= log(2) / 2, from the
-// tenth power down: its polynomial through the zeros of Chebyshev's.
+// log2(e), -log(2) in two parts of which the first has few bits, and (e^r - 1 - r) / r^2 for |r| <= log(2) / 2, from
+// the tenth power down: its polynomial through the zeros of Chebyshev's.
 CF_CONSTANT double kDecay[14] = {
     1.4426950408889634, -0.6931471803691238, -1.9082149292705877e-10, 2.0914686968086876e-09, 2.5105217004720745e-08,
     2.75572736431103e-07, 2.7557255400206422e-06, 2.4801587325547743e-05, 0.00019841269874820627,

@@ -59,8 +59,8 @@ CF_DEVICE DropoutStream dropout_of(const Params& p, const Item& item, i32 head) 
   const u64 seed = integer_at(c.dropout_seed, i64(c.dropout_seed_value), p.dropout_seed, item, 0);
   const i64 offset = integer_at(c.dropout_offset, i64(c.dropout_offset_value), p.dropout_offset, item, 0);
   const i64 first = integer_at(c.dropout_t, c.dropout_t_value, p.dropout_t, item, head);
-  return {u32(seed), u32(seed >> 32), u32(item.number * p.heads_q + head + first), u32(offset), u32(c.dropout_threshold),
-          c.dropout_origin_i, c.dropout_origin_j};
+  return {u32(seed), u32(seed >> 32), u32(item.number * p.heads_q + head + first), u32(offset),
+          u32(c.dropout_threshold), c.dropout_origin_i, c.dropout_origin_j};
 }
 
 // What kept weights are multiplied by: exact for the probability that the threshold stands for.

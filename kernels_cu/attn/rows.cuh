@@ -87,7 +87,8 @@ CF_DEVICE i64 head_index(const Strides& s, const Item& item, i32 head) {
   return lead_offset(s.lead, item) + s.head * head;
 }
 
-// An integer of an item (and head): `value` where there is no array.
+// An integer of an item (and head): `value` where there is no array. Unsigned ones of 64 bits are taken as their bits:
+// a seed is all of them, but a length of 2^63 or more counts as 0.
 CF_DEVICE i64 integer_at(const void* data, i64 value, const Integer& s, const Item& item, i32 head) {
   if (data == nullptr) return value;
   const i64 index = lead_offset(s.lead, item) + s.head * head;

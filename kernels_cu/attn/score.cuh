@@ -20,7 +20,9 @@ template <class Score> struct ScoreTerms {
 template <class Score> CF_DEVICE ScoreTerms<Score> score_terms_of(const Params& p, const Item& item, i32 head) {
   const Score softcap = Score(p.call.softcap);
   Score slope = Score(0);
-  if (p.call.slopes != nullptr) slope = load_kind<Score>(p.call.slopes, p.slopes_kind, head_index(p.slopes, item, head));
+  if (p.call.slopes != nullptr) {
+    slope = load_kind<Score>(p.call.slopes, p.slopes_kind, head_index(p.slopes, item, head));
+  }
   return {Score(p.call.scale), softcap, softcap > Score(0) ? Score(1) / softcap : Score(0), slope};
 }
 

@@ -26,8 +26,8 @@ CF_DEVICE float fused(float a, float b, float c) { return __fmaf_rn(a, b, c); } 
 CF_DEVICE double fused(double a, double b, double c) { return __fma_rn(a, b, c); }     // a * b + c, rounded once
 CF_DEVICE float times(float a, float b) { return __fmul_rn(a, b); }                    // a * b, never fused with a sum
 CF_DEVICE double times(double a, double b) { return __dmul_rn(a, b); }                 // a * b, never fused with a sum
-CF_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }                      // of a NaN and a number: the number
-CF_DEVICE double maximum(double a, double b) { return fmax(a, b); }                    // of a NaN and a number: the number
+CF_DEVICE float maximum(float a, float b) { return fmaxf(a, b); }                      // beside a NaN, the number
+CF_DEVICE double maximum(double a, double b) { return fmax(a, b); }                    // beside a NaN, the number
 CF_DEVICE float absolute(float x) { return fabsf(x); }
 CF_DEVICE double absolute(double x) { return fabs(x); }
 CF_DEVICE float exponential(float x) { return expf(x); }                               // e^x within 2 last places
@@ -41,7 +41,7 @@ CF_DEVICE double hyperbolic_tangent(double x) { return tanh(x); }
 
 template <class T> struct Limits;
 template <> struct Limits<float> { static CF_DEVICE float infinity() { return float_of(0x7f800000u); } };
-template <> struct Limits<double> { static CF_DEVICE double infinity() { return static_cast<double>(float_of(0x7f800000u)); } };
+template <> struct Limits<double> { static CF_DEVICE double infinity() { return Limits<float>::infinity(); } };
 
 // To nearest, ties to even, NaN kept: the hardware's own instruction exists from sm_80 on alone.
 CF_DEVICE u16 bfloat16_bits(float x) {

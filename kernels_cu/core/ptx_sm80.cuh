@@ -35,36 +35,44 @@ CF_DEVICE void ldmatrix_x4_trans(u32 (&r)[4], u32 address) {
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
 }
 
-// d += a b for a of 16x16, b of 16x8, d of 16x8. Lane l holds of d: (row l / 4, columns 2 (l % 4), + 1) in low0, low1 and
-// row l / 4 + 8 in high0, high1.
+// d += a b for a of 16x16, b of 16x8, d of 16x8. Lane l holds of d: (row l / 4, columns 2 (l % 4), + 1) in low0, low1
+// and row l / 4 + 8 in high0, high1.
 template <class T>
 CF_DEVICE void mma_m16n8k16(float& low0, float& low1, float& high0, float& high1, const u32 (&a)[4], u32 b0, u32 b1);
 template <>
 CF_DEVICE void mma_m16n8k16<bfloat16>(float& low0, float& low1, float& high0, float& high1, const u32 (&a)[4], u32 b0,
                                       u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(low0), "+f"(low1), "+f"(high0), "+f"(high1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(low0), "+f"(low1), "+f"(high0), "+f"(high1)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 template <>
 CF_DEVICE void mma_m16n8k16<float16>(float& low0, float& low1, float& high0, float& high1, const u32 (&a)[4], u32 b0,
                                      u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(low0), "+f"(low1), "+f"(high0), "+f"(high1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(low0), "+f"(low1), "+f"(high0), "+f"(high1)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // The same for a of 16x8 and b of 8x8, of which the upper 19 bits count. In lane l, with g = l / 4 and t = l % 4, a is
 // (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4), b is (t, g), (t + 4, g).
-CF_DEVICE void mma_m16n8k8_tf32(float& low0, float& low1, float& high0, float& high1, const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(low0), "+f"(low1), "+f"(high0), "+f"(high1) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+CF_DEVICE void mma_m16n8k8_tf32(float& low0, float& low1, float& high0, float& high1, const u32 (&a)[4], u32 b0,
+                                u32 b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32"
+      " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(low0), "+f"(low1), "+f"(high0), "+f"(high1)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-// The same in double for a of 8x4, b of 4x8 and d of 8x8: a is (g, t), b is (t, g), d0 and d1 are (g, 2 t), (g, 2 t + 1).
+// The same in double for a of 8x4, b of 4x8 and d of 8x8: a is (g, t), b (t, g), d0 and d1 (g, 2 t), (g, 2 t + 1).
 CF_DEVICE void mma_m8n8k4_f64(double& d0, double& d1, double a, double b) {
   asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
       : "+d"(d0), "+d"(d1) : "d"(a), "d"(b));
 }
 // The same for a of 16x4 and d of 16x8, from sm_90 on: a0 is (g, t), a1 (g + 8, t).
-CF_DEVICE void mma_m16n8k4_f64(double& low0, double& low1, double& high0, double& high1, double a0, double a1, double b) {
+CF_DEVICE void mma_m16n8k4_f64(double& low0, double& low1, double& high0, double& high1, double a0, double a1,
+                               double b) {
   asm("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
       : "+d"(low0), "+d"(low1), "+d"(high0), "+d"(high1) : "d"(a0), "d"(a1), "d"(b));
 }
@@ -93,7 +101,9 @@ template <> CF_DEVICE u32 cvt_rn_x2<float16>(float low, float high) {
 CF_DEVICE void st_global_x4(float* p, float x0, float x1, float x2, float x3) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
 }
-CF_DEVICE void st_shared_32(u32 address, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+CF_DEVICE void st_shared_32(u32 address, u32 x) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
 CF_DEVICE void st_shared_f32x2(u32 address, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(x), "f"(y) : "memory");
 }
@@ -142,7 +152,9 @@ CF_DEVICE void barrier_sync_aligned(i32 id, i32 threads) {
 
 // red.global.add: *p += x, in no particular order with other threads.
 CF_DEVICE void red_add(float* p, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory"); }
-CF_DEVICE void red_add(double* p, double x) { asm volatile("red.global.add.f64 [%0], %1;" ::"l"(p), "d"(x) : "memory"); }
+CF_DEVICE void red_add(double* p, double x) {
+  asm volatile("red.global.add.f64 [%0], %1;" ::"l"(p), "d"(x) : "memory");
+}
 // The same for four neighbours, 16-byte aligned.
 CF_DEVICE void red_add_x4(float* p, float x0, float x1, float x2, float x3) {
 #if __CUDA_ARCH__ >= 900
@@ -157,7 +169,9 @@ CF_DEVICE void red_add_x4(float* p, float x0, float x1, float x2, float x3) {
 
 // A count through which blocks speak: what a thread (and all who met it at barriers) did before it adds to the count is
 // seen by those who have seen the count.
-CF_DEVICE void red_release_increment(u32* p) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory"); }
+CF_DEVICE void red_release_increment(u32* p) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory");
+}
 CF_DEVICE u32 load_acquire(const u32* p) {
   u32 r;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(p) : "memory");

@@ -70,7 +70,8 @@ CF_DEVICE void cp_async_bulk_load(u32 to, const void* from, u32 bytes, u32 bar) 
 }
 // Floats of shared memory take the place of consecutive ones in global memory, or are added to them.
 CF_DEVICE void cp_async_bulk_store(void* to, u32 from, u32 bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
 CF_DEVICE void cp_reduce_async_bulk_add_f32(float* to, u32 from, u32 bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
@@ -88,7 +89,9 @@ CF_DEVICE void fence_proxy_async_global() { asm volatile("fence.proxy.async.glob
 
 // --- named barriers 1 to 15 of `threads` threads, whole warps: `bar_arrive` does not wait
 CF_DEVICE void bar_sync(i32 id, i32 threads) { asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
-CF_DEVICE void bar_arrive(i32 id, i32 threads) { asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory"); }
+CF_DEVICE void bar_arrive(i32 id, i32 threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 
 // --- registers move between warpgroups; all warps of a warpgroup call these together
 template <int N> CF_DEVICE void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(N)); }
@@ -98,12 +101,14 @@ template <int N> CF_DEVICE void setmaxnreg_inc() { asm volatile("setmaxnreg.inc.
 CF_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 CF_DEVICE void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 // At most the N youngest groups are still in flight.
-template <int N> CF_DEVICE void wgmma_wait_group() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory"); }
+template <int N> CF_DEVICE void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
 
 // Four 8x8 matrices of 16-bit elements to shared memory; lane 8 i + r gives the address of row r of matrix i.
 CF_DEVICE void stmatrix_x4(u32 to, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d)
-               : "memory");
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               ::"r"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
 // The old value of a counter in global memory, which grows by one.

@@ -1,5 +1,5 @@
-// Before a backward that adds the gradients of queries in no order: its sums (attn/backward_rows.cuh) at zero; a block for
-// kRowBlock rows of p.splits columns.
+// Before a backward that adds the gradients of queries in no order: its sums (attn/backward_rows.cuh) at zero; a block
+// for kRowBlock rows of p.splits columns.
 #include "attn/backward_rows.cuh"
 #include "core/block.cuh"
 

@@ -36,7 +36,8 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads) cupyflash_combine(
   const i64 all = i64(points(p.own)) * rows, at = i64(own) * rows + number;
   const Score* outs = static_cast<const Score*>(p.call.partials) + at * p.head_dim_v;
   const Score* lses = static_cast<const Score*>(p.call.partials) + p.splits * all * p.head_dim_v + at;
-  const Score sink = p.call.sinks == nullptr ? none : load_kind<Score>(p.call.sinks, p.sinks_kind, head_index(p.sinks, item, head));
+  const Score sink = p.call.sinks == nullptr
+      ? none : load_kind<Score>(p.call.sinks, p.sinks_kind, head_index(p.sinks, item, head));
   Score weight[kOwnRuns], top = sink, total = Score(0);
   CF_UNROLL
   for (i32 n = 0; n < kOwnRuns; ++n) {
@@ -75,7 +76,8 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads) cupyflash_combine(
       }
       CF_UNROLL
       for (int c = 0; c < kWidth; ++c) {
-        if (col + c < p.head_dim_v) store_kind(p.call.out, p.out_kind, out_row + p.out.col * (col + c), live ? sum[c] : Score(0));
+        if (col + c >= p.head_dim_v) continue;
+        store_kind(p.call.out, p.out_kind, out_row + p.out.col * (col + c), live ? sum[c] : Score(0));
       }
     }
   };

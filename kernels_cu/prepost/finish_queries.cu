@@ -1,8 +1,9 @@
 // After a backward that hands gradients of queries on: the gradient from its sums (attn/backward_rows.cuh); a block for
 // kRowUnit rows of one owner, all items that it was broadcast over added in order; a warp for 16 of the rows.
 //
-// Sums are p.splits columns wide: entry 2 h + x of float4 number 128 j + t is row 16 (t / 32) + 8 h + t % 32 / 4, column
-// 8 j + 2 (t % 4) + x. Four lanes hold the same rows: they exchange columns, so that each writes eight neighbours.
+// Sums are p.splits columns wide: entry 2 h + x of float4 number 128 j + t is row 16 (t / 32) + 8 h + t % 32 / 4,
+// column 8 j + 2 (t % 4) + x. Four lanes hold the same rows: they exchange columns, so that each writes eight
+// neighbours.
 #include "attn/backward_rows.cuh"
 #include "core/block.cuh"
 #include "core/warp.cuh"
@@ -56,11 +57,13 @@ CF_DEVICE void store_rows(const Params& p, const Sums& sums, const Rows<Element>
 
 extern "C" __global__ void __launch_bounds__(kFinishThreads, 2) cupyflash_finish_queries(const Params p) {
   const u32 units = ceil_div(p.seqlen_q, kRowUnit), matrix = block_index() / units;
-  const i32 head = i32(matrix % u32(p.heads_q)), cols = p.splits, warp = i32(thread_index()) / 32, lane = i32(lane_index());
-  const i32 block = i32(block_index() % units) * kRowUnit + warp / 4 * kRowBlock, row = block + warp % 4 * 16 + lane / 4;
+  const i32 head = i32(matrix % u32(p.heads_q)), cols = p.splits;
+  const i32 warp = i32(thread_index()) / 32, lane = i32(lane_index());
+  const i32 block = i32(block_index() % units) * kRowUnit + warp / 4 * kRowBlock;
+  const i32 row = block + warp % 4 * 16 + lane / 4;
   if (block >= p.seqlen_q) return;
-  const u32 own = matrix / u32(p.heads_q), items = points(p.loop);
-  const Item first = item_at(p, own, 0);
+  const u32 owner = matrix / u32(p.heads_q), items = points(p.loop);
+  const Item first = item_at(p, owner, 0);
   const Rows<Element> rows = rows_of<Element>(p.call.dq, p.dq, first, head);
   const bool packed = p.dq_kind == KindOf<Element>::value && !p.accumulate && rows.packed<8>() && p.head_dim % 8 == 0;
   const float scale = float(p.call.scale);
@@ -69,9 +72,10 @@ extern "C" __global__ void __launch_bounds__(kFinishThreads, 2) cupyflash_finish
     Sums sums = {};
     CF_UNROLL_1
     for (u32 loop = 0; loop < items; ++loop) {
-      const Item item = loop == 0 ? first : item_at(p, own, loop);
+      const Item item = loop == 0 ? first : item_at(p, owner, loop);
       if (!any_key_is_seen(p, item, block)) continue;
-      const float* from = dq_sums_of(p, item, head, cols) + i64(block) * cols + col * kRowBlock + (warp % 4 * 32 + lane) * 4;
+      const i32 own = (warp % 4 * 32 + lane) * 4;
+      const float* from = dq_sums_of(p, item, head, cols) + i64(block) * cols + col * kRowBlock + own;
       CF_UNROLL
       for (int n = 0; n < kAtOnce; ++n) {
         if (col + 8 * n >= cols) continue;

@@ -1,7 +1,7 @@
-// Before the sm90 backward: what it reads of every row (attn/backward_rows.cuh), and counters at zero; a block for kRowUnit
-// rows of a head, eight lanes a row.
+// Before a backward that hands gradients of queries on: what it reads of every row (attn/backward_rows.cuh), and its
+// counters at zero; a block for kRowUnit rows of a head, eight lanes a row.
 //
-// In base 2, lse is +inf where a row saw nothing or is none, so that its weights are 0; delta is the sum over columns of
+// lse in base 2 is +inf where a row saw nothing or is none, so that its weights are 0; delta is the sum over columns of
 // dout * out, or the caller's delta, minus dlse. row_delta, where it is wanted, gets the same in its own order.
 #include "attn/backward_rows.cuh"
 #include "attn/softmax.cuh"
@@ -9,12 +9,11 @@
 #include "core/warp.cuh"
 
 constexpr i32 kStatsThreads = 256, kLanes = 8, kRowsAtOnce = kStatsThreads / kLanes;
-
 constexpr i32 kRows = kRowUnit / kRowsAtOnce;        // of a thread, kRowsAtOnce apart
 
 // The lane's part of dout * out of its rows, eight columns at a time; all of them are on their way before one is used.
-CF_DEVICE void parts_of_packed_rows(float (&sums)[kRows], const Rows<const Element>& dout, const Rows<const Element>& out,
-                                    i32 cols, i32 row, i32 row_stop) {
+CF_DEVICE void parts_of_packed_rows(float (&sums)[kRows], const Rows<const Element>& dout,
+                                    const Rows<const Element>& out, i32 cols, i32 row, i32 row_stop) {
   CF_UNROLL_1
   for (i32 col = i32(lane_index()) % kLanes * 8; col < cols; col += 8 * kLanes) {
     Packed<u32, 4> a[kRows] = {}, b[kRows] = {};      // pairs of elements
@@ -35,8 +34,8 @@ CF_DEVICE void parts_of_packed_rows(float (&sums)[kRows], const Rows<const Eleme
 
 // The same for any layout, in the same order.
 template <class Out>
-CF_DEVICE void parts_of_rows(float (&sums)[kRows], const Rows<const Element>& dout, const Rows<const Out>& out, i32 cols, i32 row,
-                             i32 row_stop) {
+CF_DEVICE void parts_of_rows(float (&sums)[kRows], const Rows<const Element>& dout, const Rows<const Out>& out,
+                             i32 cols, i32 row, i32 row_stop) {
   CF_UNROLL
   for (int n = 0; n < kRows; ++n) {
     const i32 i = row + n * kRowsAtOnce;
@@ -50,10 +49,12 @@ CF_DEVICE void parts_of_rows(float (&sums)[kRows], const Rows<const Element>& do
   }
 }
 
-CF_DEVICE void parts_of_deltas(float (&sums)[kRows], const Params& p, const Item& item, i32 head, i32 row, i32 row_stop) {
+CF_DEVICE void parts_of_deltas(float (&sums)[kRows], const Params& p, const Item& item, i32 head, i32 row,
+                               i32 row_stop) {
   const Rows<const Element> dout = rows_of<const Element>(p.call.dout, p.dout, item, head);
   const Rows<const Element> out = rows_of<const Element>(p.call.out, p.out, item, head);
-  const bool is_element = p.out_kind == KindOf<Element>::value, packed = dout.packed<8>() && out.packed<8>() && p.head_dim_v % 8 == 0;
+  const bool is_element = p.out_kind == KindOf<Element>::value;
+  const bool packed = dout.packed<8>() && out.packed<8>() && p.head_dim_v % 8 == 0;
   if (is_element && packed) return parts_of_packed_rows(sums, dout, out, p.head_dim_v, row, row_stop);
   if (is_element) return parts_of_rows(sums, dout, out, p.head_dim_v, row, row_stop);
   parts_of_rows(sums, dout, rows_of<const float>(p.call.out, p.out, item, head), p.head_dim_v, row, row_stop);
@@ -65,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(kStatsThreads) cupyflash_row_stats(
   const Item item = item_at(p, matrix / u32(p.heads_q), 0);
   const i32 head = i32(matrix % u32(p.heads_q)), first = i32(block_index() % u32(units)) * kRowUnit;
   const i32 own = i32(thread_index()) / kLanes, q_length = visibility_of(p, item).q_length;
-  u32* counters = static_cast<u32*>(p.call.turns) + (block_index() == 0 ? 0 : kTickets + block_index() * (kRowUnit / kRowBlock));
+  u32* counters = static_cast<u32*>(p.call.turns);
+  counters += block_index() == 0 ? 0 : kTickets + block_index() * (kRowUnit / kRowBlock);
   if (thread_index() < (block_index() == 0 ? kTickets : 0) + kRowUnit / kRowBlock) counters[thread_index()] = 0;
   float sums[kRows] = {};
   if (p.call.delta == nullptr) parts_of_deltas(sums, p, item, head, first + own, q_length);

@@ -1,7 +1,7 @@
-// Before the backward: q, k, v and dout are split into planes of bfloat16 (prepost/split.cuh). Rows of a head are filled
-// up to whole tiles of 64, and those at or past the length are zeros, whatever lies there. Lse and delta of rows go to
-// tiles of their own (attn/backward_rows.cuh), natural, with lse +inf where a row saw nothing or is none, so that its
-// weights are 0.
+// Before the backward: q, k, v and dout are split into planes of bfloat16 (prepost/split.cuh). Rows of a head are
+// filled up to whole tiles of 64, and those at or past the length are zeros, whatever lies there. Lse and delta of rows
+// go to tiles of their own (attn/backward_rows.cuh), natural, with lse +inf where a row saw nothing or is none, so that
+// its weights are 0.
 #include "attn/backward_rows.cuh"
 #include "attn/softmax.cuh"
 #include "prepost/split.cuh"

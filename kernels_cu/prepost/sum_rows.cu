@@ -1,8 +1,8 @@
-// After the backward: the gradient of sinks, or of ALiBi slopes: one block an element, its rows summed in a fixed order.
+// After the backward: the gradient of sinks, or of ALiBi slopes; one block an element, its rows summed in one order.
 //
 //   dsink  = sum over rows of exp(sink - lse) * (dlse - delta)      dslope = sum over rows of slope_rows
 //
-// Over the rows of every item and head that the argument was broadcast over. dsinks is meant where its address is given.
+// Over the rows of every item and head that the argument was broadcast over; dsinks where its address is given.
 #include "attn/mask.cuh"
 #include "core/block.cuh"
 #include "core/warp.cuh"

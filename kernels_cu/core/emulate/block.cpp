@@ -168,8 +168,8 @@ void Block::meet_at_named(Site site, u32 id, u32 count, bool stays) {
   if (id >= 16) emulate::fault("%s (%s:%d): there are 16 barriers, got %u", site.word, site.file, site.line, id);
   Named& named = named_[id];
   if (named.here != 0 && named.count != count) {
-    emulate::fault("%s (%s:%d): barrier %u waits for %u threads, this call says %u", site.word, site.file, site.line, id,
-                   named.count, count);
+    emulate::fault("%s (%s:%d): barrier %u waits for %u threads, this call says %u", site.word, site.file, site.line,
+                   id, named.count, count);
   }
   named.count = count;
   if (launch_.checked) races_.give(current().index, named.clock);

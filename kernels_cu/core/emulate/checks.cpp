@@ -23,8 +23,9 @@ void Block::access(uintptr_t address, size_t size, bool writes, uintptr_t place)
                      launch_.shared_bytes, where);
     }
     if (const Access* other = races_.enter(current().index, offset, size, writes, where)) {
-      emulate::fault("%s %zu bytes at byte %zu of shared memory at <+0x%x>, unordered with thread %u at <+0x%x>: a race", verb,
-                     size, size_t(offset), where, unsigned(other->thread), other->place);
+      emulate::fault("%s %zu bytes at byte %zu of shared memory at <+0x%x>, "
+                     "unordered with thread %u at <+0x%x>: a race",
+                     verb, size, size_t(offset), where, unsigned(other->thread), other->place);
     }
     return;
   }
@@ -60,16 +61,16 @@ static void announce(const void* address, size_t size, bool writes, const void* 
 }  // namespace emulate
 
 #define ACCESS(size)                                                                                                   \
-  void __tsan_read##size(void* p) { emulate::announce(p, size, false, __builtin_return_address(0)); }                   \
-  void __tsan_write##size(void* p) { emulate::announce(p, size, true, __builtin_return_address(0)); }                   \
-  void __tsan_unaligned_read##size(void* p) { emulate::announce(p, size, false, __builtin_return_address(0)); }         \
+  void __tsan_read##size(void* p) { emulate::announce(p, size, false, __builtin_return_address(0)); }                  \
+  void __tsan_write##size(void* p) { emulate::announce(p, size, true, __builtin_return_address(0)); }                  \
+  void __tsan_unaligned_read##size(void* p) { emulate::announce(p, size, false, __builtin_return_address(0)); }        \
   void __tsan_unaligned_write##size(void* p) { emulate::announce(p, size, true, __builtin_return_address(0)); }
 
 // Undefined behaviour: the first argument of each begins with file, line and column.
 struct SourceLocation { const char* file; unsigned line, column; };
-#define UNDEFINED(name, text)                                                                                           \
-  [[noreturn]] void __ubsan_handle_##name##_abort(const SourceLocation* at) {                                           \
-    emulate::fault("%s at %s:%u:%u", text, at->file, at->line, at->column);                                             \
+#define UNDEFINED(name, text)                                                                                          \
+  [[noreturn]] void __ubsan_handle_##name##_abort(const SourceLocation* at) {                                          \
+    emulate::fault("%s at %s:%u:%u", text, at->file, at->line, at->column);                                            \
   }
 
 extern "C" {

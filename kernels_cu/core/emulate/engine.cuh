@@ -14,7 +14,7 @@
 
 namespace emulate {
 
-struct Thread { u32 index, block, blocks; };            // its number in the block, the block's in the grid, blocks in all
+struct Thread { u32 index, block, blocks; };      // its number in the block, the block's in the grid, blocks in all
 extern __thread Thread* self;      // the fiber that runs now
 
 struct Site { const char *word, *file; int line; };     // a call of a collective

@@ -46,8 +46,8 @@ template <int kCount> CF_DEVICE float cut_sum(const double (&x)[kCount]) {
   return __builtin_fabs(sum * unit) < 0x1p128 ? cvt_rz_f32_f64(sum * unit) : float(sum * unit);
 }
 
-// d += a b for a of 16 x kDepth and b of kDepth x 8. In lane l, with g = l / 4 and t = l % 4: a register of a or b holds
-// 4 bytes of neighbours along k, a[0] (g, t), a[1] (g + 8, t), a[2] (g, t + 4), a[3] (g + 8, t + 4), b[0] (t, g),
+// d += a b for a of 16 x kDepth and b of kDepth x 8. In lane l, with g = l / 4 and t = l % 4: a register of a or b
+// holds 4 bytes of neighbours along k, a[0] (g, t), a[1] (g + 8, t), a[2] (g, t + 4), a[3] (g + 8, t + 4), b[0] (t, g),
 // b[1] (t + 4, g) in units of registers; d is (g, 2 t), (g, 2 t + 1), (g + 8, 2 t), (g + 8, 2 t + 1).
 template <class T, int kDepth> void mma_m16n8(float* const (&d)[4], const u32 (&a)[4], const u32 (&b)[2], Site site) {
   struct Record { float* const* d; const u32 *a, *b; } record{d, a, b};
@@ -69,7 +69,8 @@ template <class T, int kDepth> void mma_m16n8(float* const (&d)[4], const u32 (&
       for (u32 n = 0; n < 4; ++n) {
         double addends[kDepth + 1];
         addends[kDepth] = *mine.d[n];
-        for (int k = 0; k < kDepth; ++k) addends[k] = rows[lane / 4 + 8 * (n / 2)][k] * cols[2 * (lane % 4) + n % 2][k];
+        const double *row = rows[lane / 4 + 8 * (n / 2)], *col = cols[2 * (lane % 4) + n % 2];
+        for (int k = 0; k < kDepth; ++k) addends[k] = row[k] * col[k];
         *mine.d[n] = cut_sum(addends);
       }
     }
@@ -78,17 +79,18 @@ template <class T, int kDepth> void mma_m16n8(float* const (&d)[4], const u32 (&
 
 // Every lane reads the row it names, then they exchange.
 template <bool kTransposed> void ldmatrix_x4(u32 (&r)[4], u32 address, Site site) {
-  if (address % 16 != 0) fault("%s (%s:%d): a row at byte %u, no multiple of 16", site.word, site.file, site.line, address);
+  if (address % 16 != 0) {
+    fault("%s (%s:%d): a row at byte %u, no multiple of 16", site.word, site.file, site.line, address);
+  }
   struct Record { Row row; u32 got[4]; } record{shared_at<Row>(address), {}};
   wait_for_warp(site, &record, [](void* const* records) CF_UNANNOUNCED {
     for (u32 lane = 0; lane < 32; ++lane) {
       const u32 g = lane / 4, t = lane % 4;
       for (u32 n = 0; n < 4; ++n) {
         auto element = [&](u32 i, u32 j) CF_UNANNOUNCED {
-          return static_cast<const Record*>(records[8 * n + i])->row.value[j];
+          return static_cast<const Record*>(records[8 * n + (kTransposed ? j : i)])->row.value[kTransposed ? i : j];
         };
-        static_cast<Record*>(records[lane])->got[n] =
-            kTransposed ? pair(element(2 * t, g), element(2 * t + 1, g)) : pair(element(g, 2 * t), element(g, 2 * t + 1));
+        static_cast<Record*>(records[lane])->got[n] = pair(element(g, 2 * t), element(g, 2 * t + 1));
       }
     }
   });

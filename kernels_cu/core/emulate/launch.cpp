@@ -42,16 +42,20 @@ template <class T> static void add_atomically(T* p, T x, void* place) {
 void add(float* p, float x) { add_atomically(p, x, __builtin_return_address(0)); }
 void add(double* p, double x) { add_atomically(p, x, __builtin_return_address(0)); }
 
+// An access to a count, from a place in the code.
+static void access(const u32* p, bool writes, const void* place) {
+  home().access(reinterpret_cast<uintptr_t>(p), sizeof *p, writes, reinterpret_cast<uintptr_t>(place));
+}
 u32 increment(u32* p) {
-  home().access(reinterpret_cast<uintptr_t>(p), sizeof *p, true, reinterpret_cast<uintptr_t>(__builtin_return_address(0)));
+  access(p, true, __builtin_return_address(0));
   return __atomic_fetch_add(p, 1, __ATOMIC_ACQ_REL);
 }
 u32 load_acquire(const u32* p) {
-  home().access(reinterpret_cast<uintptr_t>(p), sizeof *p, false, reinterpret_cast<uintptr_t>(__builtin_return_address(0)));
+  access(p, false, __builtin_return_address(0));
   return __atomic_load_n(p, __ATOMIC_ACQUIRE);
 }
 void wait_for_count(Site site, const u32* p, u32 x) {
-  home().access(reinterpret_cast<uintptr_t>(p), sizeof *p, false, reinterpret_cast<uintptr_t>(__builtin_return_address(0)));
+  access(p, false, __builtin_return_address(0));
   struct Subject { const u32* p; u32 x; } subject{p, x};
   wait_until(site, [](const void* s) {
     const Subject& wanted = *static_cast<const Subject*>(s);

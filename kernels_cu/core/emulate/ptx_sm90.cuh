@@ -22,7 +22,9 @@ CF_UNANNOUNCED inline void end_phase_if_due(Mbarrier& bar) {
 }
 CF_UNANNOUNCED inline void arrive(u32 address, i32 bytes, Site site) {
   Mbarrier& bar = shared_at<Mbarrier>(address);
-  if (bar.missing == 0) fault("%s (%s:%d): more threads arrive than the barrier counts", site.word, site.file, site.line);
+  if (bar.missing == 0) {
+    fault("%s (%s:%d): more threads arrive than the barrier counts", site.word, site.file, site.line);
+  }
   publish(&bar);
   bar.bytes += bytes;
   --bar.missing;
@@ -147,7 +149,8 @@ CF_DEVICE void mbarrier_arrive_expect_tx(u32 bar, u32 bytes, CF_HERE) {
   emulate::arrive(bar, i32(bytes), {"mbarrier_arrive_expect_tx", file, line});
 }
 CF_DEVICE void mbarrier_try_wait_parity(u32 bar, u32 parity, CF_HERE) {
-  struct Wanted { const emulate::Mbarrier* bar; u32 parity; } wanted{&emulate::shared_at<emulate::Mbarrier>(bar), parity};
+  struct Wanted { const emulate::Mbarrier* bar; u32 parity; };
+  const Wanted wanted{&emulate::shared_at<emulate::Mbarrier>(bar), parity};
   emulate::wait_until({"mbarrier_try_wait_parity", file, line}, [](const void* subject) CF_UNANNOUNCED {
     const Wanted& wanted = *static_cast<const Wanted*>(subject);
     return wanted.bar->phase != wanted.parity;
