@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from gpu_kernels import compile_small_kernels
 from hypothesis import HealthCheck, settings
+from support import normal, qkv
 
 from cupyflash.cuda import device
 
@@ -54,3 +55,14 @@ def poisoned_pool(cupy):
     cupy.cuda.runtime.deviceSynchronize()
     del blocks
     return cupy
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A working directory with the input files that the examples of the command line name; q, k, v."""
+    monkeypatch.chdir(tmp_path)
+    q, k, v = qkv(np, 2, 4, 24, d=8, heads_kv=2)
+    np.savez("qkv.npz", q=q, k=k, v=v)
+    for name, x in {"q": q, "k": k, "v": v, "bias": normal(np, (24, 24), seed=5)}.items():
+        np.save(f"{name}.npy", x)
+    return q, k, v

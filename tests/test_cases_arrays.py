@@ -24,7 +24,8 @@ def test_K01_scalars_of_any_kind_are_the_same_number(xp):
     results = [cupyflash.attention(q, k, v, scale=scale, softcap=scale) for scale in kinds]
     for result in results[1:]:
         assert_same(result, results[0])
-    assert_same(cupyflash.attention(q, k, v, scale=2), cupyflash.attention(q, k, v, scale=np.int8(2)))
+    for scale in (2.0, np.int8(2), np.int64(2)):
+        assert_same(cupyflash.attention(q, k, v, scale=2), cupyflash.attention(q, k, v, scale=scale))
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.complex64, object, np.bool_])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cupyflash.cli import main
 from cupyflash.cuda import module
 
-COMMANDS = ("bench", "check", "compile", "estimate", "info", "mask", "online", "run")
+COMMANDS = main.list_commands(None)
 FILES = (
     "good.npz",
     "q.npy",
