@@ -22,6 +22,7 @@ CF_DEVICE void warp_barrier() { __syncwarp(); }                  // all 32 lanes
 
 // x of lane 0, and of every lane: what is computed from it alone may stay in registers that a warp shares.
 CF_DEVICE u32 uniform(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
+CF_DEVICE i32 uniform(i32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // p, known to point to global memory: kept in shared memory it would be read by slower generic loads.
 template <class T> CF_DEVICE T* in_global(T* p) {

@@ -14,8 +14,6 @@ struct alignas(64) TensorMap { u64 opaque[16]; };
 // Number of this warpgroup in its block. The shuffle makes it uniform for the compiler: what is computed from it may
 // live in uniform registers (16 fewer moves a key tile, H200).
 CF_DEVICE i32 warpgroup_index() { return __shfl_sync(0xffffffffu, i32(threadIdx.x / 128), 0); }
-// x, which is the same in all lanes of the warp: the shuffle tells the compiler so.
-CF_DEVICE i32 uniform(i32 x) { return __shfl_sync(0xffffffffu, x, 0); }
 CF_DEVICE u32 grid_size() { return gridDim.x; }
 
 // The block's static shared memory, seen as one T: for what is not addressed by descriptors.

@@ -24,5 +24,6 @@ CF_DEVICE void warp_barrier(const char* file = __builtin_FILE(), int line = __bu
 
 template <class T> CF_DEVICE T* in_global(T* p) { return p; }
 CF_DEVICE u32 uniform(u32 x) { return x; }
+CF_DEVICE i32 uniform(i32 x) { return x; }
 CF_DEVICE long long opaque(long long x) { return x; }
 CF_DEVICE double unbranched(double x) { return x; }

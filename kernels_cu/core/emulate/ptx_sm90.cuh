@@ -102,7 +102,6 @@ CF_UNANNOUNCED void wgmma(float (&d)[kCount], A a, u64 b, bool accumulate) {
 struct alignas(64) TensorMap { u64 address, sizes[5], strides[4]; u32 box[2], itemsize; };
 
 CF_DEVICE i32 warpgroup_index() { return i32(thread_index() / 128); }
-CF_DEVICE i32 uniform(i32 x) { return x; }
 CF_DEVICE u32 grid_size() { return emulate::who().blocks; }
 CF_DEVICE void forget() {}
 template <int N> CF_DEVICE void setmaxnreg_dec() {}
