@@ -28,6 +28,14 @@ def test_K01_scalars_of_any_kind_are_the_same_number(xp):
         assert_same(cupyflash.attention(q, k, v, scale=2), cupyflash.attention(q, k, v, scale=scale))
 
 
+def test_arrays_without_axes_are_numbers(xp):
+    """Of NumPy, beside device arrays too."""
+    q, k, v = qkv(xp, heads=2)
+    numbers = {"bias": 0.5, "sinks": -0.25, "alibi_slopes": 0.125, "kv_lengths": 4, "window": (2, 1)}
+    arrays = {name: x if name == "window" else np.array(x) for name, x in numbers.items()}
+    assert_same(*(cupyflash.attention(q, k, v, **options) for options in (numbers, arrays)))
+
+
 @pytest.mark.parametrize("dtype", [np.int32, np.complex64, object, np.bool_])
 def test_K02_other_dtypes_are_refused(xp, dtype):
     q, k, v = qkv(xp)
