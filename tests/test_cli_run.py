@@ -12,14 +12,8 @@ from support import BFLOAT16, assert_same, normal, qkv
 import cupyflash
 from cupyflash import reference, testing
 from cupyflash.cli import _case
-from cupyflash.cli._judge import (
-    Part,
-    _Found,
-    _judged_together,
-    part_arguments,
-    sampled_columns,
-    sampled_rows,
-)
+from cupyflash.cli._judge import _Found, _judged_together
+from cupyflash.cli._sample import Part, part_arguments, sampled_columns, sampled_rows
 from cupyflash.problem import Problem
 
 # run

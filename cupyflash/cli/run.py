@@ -12,7 +12,7 @@ import numpy as np
 from .. import cost, plan
 from ._case import Case, random_arrays
 from ._files import as_dtype, load_npy, load_npz, refuse_existing, write_whole
-from ._judge import judge_forward, judge_gradients, sampled_columns, sampled_rows
+from ._judge import judge_forward, judge_gradients
 from ._measure import fastest, measured, to_host
 from ._options import (
     DTYPES,
@@ -29,6 +29,7 @@ from ._options import (
     shapes,
 )
 from ._report import emit, usage_errors
+from ._sample import sampled_columns, sampled_rows
 
 DEFAULT_SHAPE = (1, 4, 1024, 64)
 REPEAT_ON_DEVICE = 3
