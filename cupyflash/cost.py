@@ -49,8 +49,10 @@ class Plan:
         Into how many parts the keys of one tile row are divided.
     kernels : tuple of str
         What is launched, in order.
-    flops, bytes_moved : int
-        See the module's docstring.
+    flops : int
+        Of the products over pairs that position and lengths allow: 2 (d + e) a pair, in the backward 2 (3 d + 2 e).
+    bytes_moved : int
+        Between the tiles (shared memory, a CPU's cache) and all memory behind them.
     workspace_bytes : int
         Scratch that the call allocates, or takes from ``workspace=``.
     copied_bytes : int

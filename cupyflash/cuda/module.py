@@ -46,7 +46,8 @@ class Report:
     registers : int
         Per thread.
     spill_bytes, stack_bytes : int
-        Local memory per thread: spilled registers, and the whole stack frame.
+        Local memory per thread: spilled registers, and the whole stack frame. For a kernel that came through CuPy,
+        which does not part them, both are the whole.
     shared_bytes : int
         Static and dynamic shared memory per block.
     seconds : float
