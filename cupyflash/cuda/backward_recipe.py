@@ -258,7 +258,7 @@ class _HopperBackward(_Backward):
             record = self._record((*_SCORES, "dout", *owners), owner=owners[0] if owners else None)
             owned = _own(record)
             queries = order if "q" in self.wrt and number == 0 else sm90_backward.NOT_WANTED
-            extras = sm90_backward.Extras.of(config, self.sizes, self.layouts, record, owned, number, queries)
+            extras = sm90_backward.Extras.of(config, self.sizes, record, owned, number, queries)
             grid = config.geometry.blocks(kernel, self.sizes, owned)
             self._add(config, grid, record, {"dk", "dv"}.difference(owners), extras)
 

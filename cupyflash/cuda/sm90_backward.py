@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from .params import ADDRESSES, NUMBERS, UNBOUNDED, Layout
+from .params import ADDRESSES, NUMBERS, UNBOUNDED
 from .simt import ceil
 from .sm90 import ALIGNMENT_BYTES
-from .tensormap import ALIGNMENT, MAP_BYTES, Form, takes
+from .tensormap import Form, form_of, maps_of
 from .wgmma import wrapper
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ _LAUNCH = struct.Struct("=2f7i")
 LAUNCH_BYTES = _LAUNCH.size
 NOT_WANTED, IN_TURN, IN_ANY_ORDER = range(3)  # what a launch does about gradients of queries
 _SCALE, _RIGHT = NUMBERS.index("scale"), NUMBERS.index("right")
+_BY_TMA = tuple(map(ADDRESSES.index, ("q", "k", "v", "dout")))
 _LOG2E = np.float32(1.4426950408889634)
 _HALF_OF_L2 = 32e6  # bytes: queries, their cotangents and sums of the heads that are walked side by side
 # The fewer blocks of a head run at once, the less they wait for one another, and the more often queries are fetched
@@ -162,7 +163,6 @@ class Extras:
         cls,
         config: Config,
         sizes: Sizes,
-        layouts: Mapping[str, Layout],
         record: np.ndarray,
         owners: int,
         ticket: int,
@@ -177,14 +177,10 @@ class Extras:
             "v": (s.head_dim_v, s.seqlen_k, s.heads_kv, g.block_kv),
             "dout": (s.head_dim_v, s.seqlen_q, s.heads_q, g.block_q),
         }
-        outer = record["lead"][:-3:-1].tolist()
-        forms = []
-        for name, (cols, rows, heads, box) in tensors.items():
-            entry, dtype = record[name], layouts[name].dtype
-            lengths = [cols, rows, heads, *outer]
-            strides = [int(entry[field]) for field in ("col", "row", "head")] + entry["lead"][:-3:-1].tolist()
-            fine = 0 not in lengths and takes(lengths, strides, dtype.itemsize)
-            forms.append(Form(dtype.name, lengths, strides, (64, box)) if fine else None)
+        forms = [
+            form_of(record, name, s.dtype.name, lengths, (64, box))
+            for name, (*lengths, box) in tensors.items()
+        ]
         head_bytes = s.seqlen_q * g.head_dim * 8 * s.heads_q / s.heads_kv
         heads = owners * s.heads_kv
         fitting = _HALF_OF_L2 / max(1.0, head_bytes)
@@ -198,11 +194,7 @@ class Extras:
         self, addresses: Sequence[int], numbers: Sequence[float], counter: int
     ) -> tuple[np.void, np.void]:
         """Both arguments, from the record's addresses and numbers."""
-        places = [addresses[ADDRESSES.index(name)] for name in ("q", "k", "v", "dout")]
-        maps = b"".join(
-            bytes(MAP_BYTES) if form is None or address % ALIGNMENT else form.map_of(address)
-            for form, address in zip(self.forms, places)
-        )
+        maps = maps_of(self.forms, (addresses[index] for index in _BY_TMA))
         scale = np.float32(numbers[_SCALE])
         unit = _LOG2E if self.natural else scale * _LOG2E
         side_by_side = max(self.least, int(self.fitting))

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..arrays import array_module, is_device
 from .params import NUMBERS, UNBOUNDED, Layout, c_strides
-from .tensormap import ALIGNMENT, MAP_BYTES, Form, takes
+from .tensormap import ALIGNMENT, MAP_BYTES, Form, form_of, maps_of
 
 if TYPE_CHECKING:
     from .configs import Config
@@ -57,24 +57,19 @@ class Extras:
             "v": (s.head_dim_v, s.seqlen_k, s.heads_kv, g.block_kv),
             "out": (s.head_dim_v, s.seqlen_q, s.heads_q, 64),
         }
-        outer = record["lead"][:-3:-1].tolist()
-        forms = []
-        for name, (cols, rows, heads, box) in tensors.items():
-            entry, dtype = record[name], layouts[name].dtype
-            lengths = [cols, rows, heads, *outer]
-            strides = [int(entry[field]) for field in ("col", "row", "head")] + entry["lead"][:-3:-1].tolist()
-            fine = dtype == s.dtype and 0 not in lengths and takes(lengths, strides, dtype.itemsize)
-            forms.append(Form(dtype.name, lengths, strides, (64, box)) if fine else None)
+        forms = [
+            form_of(record, name, s.dtype.name, lengths, (64, box))
+            if layouts[name].dtype == s.dtype
+            else None
+            for name, (*lengths, box) in tensors.items()
+        ]
         head_bytes = s.seqlen_k * (s.head_dim + s.head_dim_v) * s.dtype.itemsize * s.heads_kv / s.heads_q
         query_tiles = -(-s.seqlen_q // g.block_q)
         return cls(tuple(forms), query_tiles, s.batch * s.heads_q, head_bytes, any(s.options[:2]))
 
     def maps(self, addresses: Sequence[int]) -> bytes:
         """The maps of q, k, v and out, from the record's addresses."""
-        return b"".join(
-            bytes(MAP_BYTES) if form is None or address % ALIGNMENT else form.map_of(address)
-            for form, address in zip(self.forms, addresses)
-        )
+        return maps_of(self.forms, addresses)
 
     def launch(self, addresses: Sequence[int], numbers: Sequence[float], counter: int) -> bytes:
         """The launch record, from the record's addresses and numbers."""

@@ -14,7 +14,7 @@ from .params import ADDRESSES, Layout
 from .simt import ceil
 from .sm90_launch import Extras
 from .sm90_wide import PANEL, PLANES, SPLIT_COLUMNS
-from .tensormap import Form
+from .tensormap import form_of
 
 if TYPE_CHECKING:
     from .recipe import Sizes
@@ -72,15 +72,12 @@ class PlaneExtras(Extras):
         """For a launch with that record."""
         g, s = config.geometry, sizes
         assert g is not None
-        outer = record["lead"][:-3:-1].tolist()
-        forms: list[Form | None] = []
-        for name in _NAMES:
-            entry = record[name]
-            lengths = [layouts[name].shape[-1], s.seqlen_k, s.heads_kv, *outer]
-            strides = [int(entry[field]) for field in ("col", "row", "head")] + entry["lead"][:-3:-1].tolist()
-            forms.append(None if 0 in lengths else Form("bfloat16", lengths, strides, (PANEL, g.block_kv)))
-        columns = sum(layouts[name].shape[-1] for name in _NAMES)
-        head_bytes = _BITS.itemsize * s.seqlen_k * columns * s.heads_kv / s.heads_q
+        columns = [layouts[name].shape[-1] for name in _NAMES]
+        forms = [
+            form_of(record, name, "bfloat16", (cols, s.seqlen_k, s.heads_kv), (PANEL, g.block_kv))
+            for name, cols in zip(_NAMES, columns)
+        ]
+        head_bytes = _BITS.itemsize * s.seqlen_k * sum(columns) * s.heads_kv / s.heads_q
         query_tiles = ceil(s.seqlen_q, g.block_q)
         return cls((None, *forms, None), query_tiles, s.batch * s.heads_q, head_bytes, any(s.options[:2]))
 

@@ -11,8 +11,10 @@ import ctypes
 import functools
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
+
+import numpy as np
 
 MAP_BYTES = 128
 RANK = 5
@@ -22,6 +24,7 @@ MOST_STRIDE = 2**40
 ENCODER: contextvars.ContextVar[Any] = contextvars.ContextVar("encoder", default=None)
 _MOST_MAPS = 64  # addresses a form remembers
 _DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
+_ITEMSIZES = {6: 2, 7: 4, 9: 2}
 _NO_INTERLEAVE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _FILL_WITH_ZEROS = 0, 3, 3, 0
 
 
@@ -49,7 +52,7 @@ class Form:
     """
 
     def __init__(self, dtype: str, sizes: Sequence[int], strides: Sequence[int], box: tuple[int, int]):
-        itemsize = 4 if dtype == "float32" else 2
+        itemsize = _ITEMSIZES[_DATA_TYPES[dtype]]
         missing = RANK - len(sizes)
         steps = [0 if n == 1 else s * itemsize for n, s in zip(sizes[1:], strides[1:])]
         self._maps: dict[int, bytes] = {}
@@ -92,6 +95,28 @@ class Form:
             return found
 
 
+def form_of(
+    record: np.ndarray, name: str, dtype: str, lengths: Sequence[int], box: tuple[int, int]
+) -> Form | None:
+    """The form of a record's tensor, which has at most two leading axes; None if it is empty or TMA does not take it.
+
+    ``lengths`` are its columns, rows and heads.
+    """
+    entry = record[name]
+    sizes = [*lengths, *record["lead"][:-3:-1].tolist()]
+    strides = [int(entry[field]) for field in ("col", "row", "head")] + entry["lead"][:-3:-1].tolist()
+    fine = 0 not in sizes and takes(sizes, strides, _ITEMSIZES[_DATA_TYPES[dtype]])
+    return Form(dtype, sizes, strides, box) if fine else None
+
+
+def maps_of(forms: Iterable[Form | None], addresses: Iterable[int]) -> bytes:
+    """The maps of tensors at these addresses; zeros where there is no form, or an address that TMA does not take."""
+    return b"".join(
+        bytes(MAP_BYTES) if form is None or address % ALIGNMENT else form.map_of(address)
+        for form, address in zip(forms, addresses)
+    )
+
+
 def plain_map(
     place: ctypes.c_void_p,
     data_type: int,
@@ -103,7 +128,7 @@ def plain_map(
     *_: Any,
 ) -> int:
     """The map that kernels executed on the CPU read: address, sizes, strides, box and itemsize as they are."""
-    itemsize = 4 if data_type == _DATA_TYPES["float32"] else 2
+    itemsize = _ITEMSIZES[data_type]
     numbers = struct.pack("=10Q3I", address.value, *sizes, *strides, *list(box)[:2], itemsize)
     ctypes.memmove(place, numbers, len(numbers))
     return 0
