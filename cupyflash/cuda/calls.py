@@ -54,24 +54,32 @@ def recall(q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool) ->
     row = [at_q.ptr, at_k.ptr, at_v.ptr, *_NOT_GIVEN]
     arrays = (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
     devices = (at_q.device_id, at_k.device_id, at_v.device_id)
+    form = (arrays, devices, return_lse, type(return_lse))
     kinds = _kinds(values, _TUPLES)
-    key = (arrays, devices, return_lse, type(return_lse), values, kinds)
-    try:
-        if type(values[_P]) is not float or values[_P] != 0.0:
-            raise TypeError
-        call = _known.get(key)
-        if values[:_NUMBERS_ON_DEVICE] != _NO_ARRAYS:
-            return None, None
-    except TypeError:  # an array, which no key can hold, or dropout
+    key, holds, call = (*form, values, kinds), False, None
+    if (
+        type(values[_P]) is float and values[_P] == 0.0
+    ):  # with dropout the seed and the offset are no part of a key
+        holds, call = _look_up(key)
+    if holds and values[:_NUMBERS_ON_DEVICE] != _NO_ARRAYS:
+        return None, None
+    if not holds:
         described = _described(values, cupy.ndarray, row, random)
         if described is None:
             return None, None
-        key = (*key[:-2], described, kinds)
-        try:
-            call = _known.get(key)
-        except TypeError:  # a list or a host array
+        key = (*form, described, kinds)
+        holds, call = _look_up(key)
+        if not holds:  # a list or a host array
             return None, None
     return key, None if call is None else call(row, random)
+
+
+def _look_up(key: tuple[Any, ...]) -> tuple[bool, Call | None]:
+    """(whether it can be a key, the call known under it): no key holds an array or a list."""
+    try:
+        return True, _known.get(key)
+    except TypeError:
+        return False, None
 
 
 def _kinds(values: tuple[Any, ...], places: Iterable[int]) -> tuple[Any, ...]:
