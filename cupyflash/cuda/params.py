@@ -10,9 +10,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from ..problem import Problem
+    from .recipe import Sizes
 
 LEAD_AXES = 4
 UNBOUNDED = 2**61  # kernels_cu/attn/mask.cuh: twice the farthest offset
@@ -120,27 +124,27 @@ def collapse(lead: Sequence[int], columns: Iterable[Sequence[int]]) -> tuple[lis
     return sizes, rows
 
 
-def _tail(name: str, problem: Any) -> tuple[int, ...]:
+def _tail(name: str, sizes: Sizes) -> tuple[int, ...]:
     """Lengths of the axes behind the leading ones of a tensor in full form."""
     if name in INTEGERS:
-        return (problem.heads_q,) if name == "dropout_t" else ()
+        return (sizes.heads_q,) if name == "dropout_t" else ()
     if name in VECTORS:
-        return (problem.heads_q,)
-    m, n, d, e = problem.seqlen_q, problem.seqlen_k, problem.head_dim, problem.head_dim_v
+        return (sizes.heads_q,)
+    m, n, d, e = sizes.seqlen_q, sizes.seqlen_k, sizes.head_dim, sizes.head_dim_v
     tails = {"q": (m, d), "dq": (m, d), "k": (n, d), "dk": (n, d), "v": (n, e), "dv": (n, e)}
     tails |= {"out": (m, e), "dout": (m, e)}
-    heads = problem.heads_kv if name in {"k", "dk", "v", "dv", "k_planes", "v_planes"} else problem.heads_q
+    heads = sizes.heads_kv if name in {"k", "dk", "v", "dv", "k_planes", "v_planes"} else sizes.heads_q
     return (heads, m) if name in _ROWS else (heads, *tails.get(name, (m, n)))
 
 
-def lead_axes(problem: Any, layouts: Mapping[str, Layout]) -> int:
+def lead_axes(sizes: Sizes, layouts: Mapping[str, Layout]) -> int:
     """How many leading axes a record of these tensors needs; more than `LEAD_AXES` need copies."""
-    full = [layout.broadcast((*problem.lead, *_tail(name, problem))) for name, layout in layouts.items()]
-    return len(collapse(problem.lead, full)[0])
+    full = [layout.broadcast((*sizes.lead, *_tail(name, sizes))) for name, layout in layouts.items()]
+    return len(collapse(sizes.lead, full)[0])
 
 
 def build_record(
-    problem: Any,
+    sizes: Sizes,
     layouts: Mapping[str, Layout],
     *,
     owner: str | None = None,
@@ -151,29 +155,30 @@ def build_record(
 
     Parameters
     ----------
-    problem : Problem
-        Sizes and options.
+    sizes : Sizes
+        The sizes of the problem.
     layouts : mapping of str to Layout
         The tensors that the launch reads or writes, under the record's names, in their own shapes.
     owner : str, optional
         The gradient whose broadcast axes a block walks: dq, dk, dv, dbias, dsinks or dslopes. None: none is walked.
     splits : int
-        Parts into which the sums of a bias gradient are cut.
+        A number of the launch's own: parts into which keys or the sums of a bias gradient are cut, heads that take
+        turns at dq, rows of a query tile, or columns of dq's sums.
     accumulate : bool
         Whether gradients are added to what their arrays hold.
     """
     names = list(layouts)
-    full = {name: layouts[name].broadcast((*problem.lead, *_tail(name, problem))) for name in names}
-    sizes, rows = collapse(problem.lead, [full[name] for name in names])
-    if len(sizes) > LEAD_AXES:
-        raise ValueError(f"{len(sizes)} leading axes do not collapse to {LEAD_AXES}")
-    pad = LEAD_AXES - len(sizes)
+    full = {name: layouts[name].broadcast((*sizes.lead, *_tail(name, sizes))) for name in names}
+    lead, rows = collapse(sizes.lead, [full[name] for name in names])
+    if len(lead) > LEAD_AXES:
+        raise ValueError(f"{len(lead)} leading axes do not collapse to {LEAD_AXES}")
+    pad = LEAD_AXES - len(lead)
     record = np.zeros((), RECORD)
-    record["lead"] = record["own"] = [1] * pad + [_size(size, "a leading axis") for size in sizes]
+    record["lead"] = record["own"] = [1] * pad + [_size(size, "a leading axis") for size in lead]
     record["loop"] = 1
     for column, name in enumerate(names):
         entry = record[name]
-        tail = full[name][len(problem.lead) :]
+        tail = full[name][len(sizes.lead) :]
         entry["lead"] = [0] * pad + [row[column] for row in rows]
         for field, stride in zip(("head", "row", "col"), tail, strict=False):
             entry[field] = stride
@@ -183,10 +188,10 @@ def build_record(
         elif name in _KINDS:
             record[f"{name}_kind"] = KINDS[dtype.name]
     if owner is not None:
-        _set_owner(record, problem, full[owner][len(problem.lead) :], record[owner]["lead"])
+        _set_owner(record, sizes, full[owner][len(sizes.lead) :], record[owner]["lead"])
     for field in ("heads_q", "heads_kv", "seqlen_q", "seqlen_k", "head_dim", "head_dim_v"):
-        record[field] = _size(getattr(problem, field), field)
-    record["splits"], record["accumulate"], record["bottom_right"] = splits, accumulate, problem.bottom_right
+        record[field] = _size(getattr(sizes, field), field)
+    record["splits"], record["accumulate"], record["bottom_right"] = splits, accumulate, sizes.bottom_right
     return record
 
 
@@ -196,12 +201,12 @@ def _size(size: int, name: str) -> int:
     return size
 
 
-def _set_owner(record: np.ndarray, problem: Any, tail: tuple[int, ...], lead_strides: np.ndarray) -> None:
+def _set_owner(record: np.ndarray, sizes: Sizes, tail: tuple[int, ...], lead_strides: np.ndarray) -> None:
     """Part the axes into those that a gradient keeps and those it is summed over."""
     lead = record["lead"].copy()
     record["own"] = np.where(lead_strides == 0, 1, lead)
     record["loop"] = np.where(lead_strides == 0, lead, 1)
-    lengths = (problem.heads_q, problem.seqlen_q, problem.seqlen_k)
+    lengths = (sizes.heads_q, sizes.seqlen_q, sizes.seqlen_k)
     for field, length, stride in zip(("own_heads", "own_rows", "own_cols"), lengths, tail, strict=False):
         record[field] = stride != 0 or length == 1
 
@@ -212,7 +217,7 @@ def pack_call(addresses: Sequence[int], numbers: Sequence[float]) -> bytes:
 
 
 def call_numbers(
-    problem: Any, q_length: int = 0, kv_length: int = 0, query_offset: int = 0, dropout_t: int = 0
+    problem: Problem, q_length: int = 0, kv_length: int = 0, query_offset: int = 0, dropout_t: int = 0
 ) -> tuple[float, ...]:
     """The numbers of a call in the order of `NUMBERS`; the four integers count only where no array is given."""
     left = UNBOUNDED if problem.left is None else min(problem.left, UNBOUNDED)
