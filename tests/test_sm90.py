@@ -175,9 +175,9 @@ def test_layouts_that_tma_takes(sizes, strides, taken):
 def test_the_schedule_walks_heads_side_by_side_while_their_keys_fit_the_cache():
     def group(right, head_bytes, heads=64):
         extras = sm90_launch.Extras((None,) * 4, 3, heads, head_bytes, False)
-        numbers = params.call_numbers(
-            SimpleNamespace(left=None, right=right, scale=0.5, softcap=None, dropout=None)
-        )
+        numbers = [0.0] * len(params.NUMBERS)
+        numbers[params.NUMBERS.index("scale")] = 0.5
+        numbers[params.NUMBERS.index("right")] = params.UNBOUNDED if right is None else right
         return struct.unpack("=Q2f5i4x", extras.launch([0] * 4, numbers, 8))
 
     assert group(None, 1e6)[6] == 1

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import is_device, memory_order
 from ..problem import Problem
-from .params import Layout, call_numbers
+from .params import UNBOUNDED, Layout
 
 # The gradient's name in the record, by argument.
 GRADIENTS = {"q": "dq", "k": "dk", "v": "dv", "bias": "dbias", "sinks": "dsinks", "alibi_slopes": "dslopes"}
@@ -33,10 +33,17 @@ def tensors(problem: Problem) -> dict[str, Any]:
 
 
 def numbers(problem: Problem) -> tuple[float, ...]:
-    """The numbers of a call, in the order of the record."""
-    default = {"q_length": problem.seqlen_q, "kv_length": problem.seqlen_k, "query_offset": 0, "dropout_t": 0}
-    given = {name: _number(x) for name, x in _integers(problem).items() if _is_number(x)}
-    return call_numbers(problem, **{**default, **given})
+    """The numbers of a call in the order of `params.NUMBERS`; what is given as an array counts as absent."""
+    p = problem
+    integers = {"q_length": p.seqlen_q, "kv_length": p.seqlen_k, "query_offset": 0, "dropout_t": 0}
+    integers |= {name: _number(x) for name, x in _integers(p).items() if _is_number(x)}
+    left, right = (UNBOUNDED if x is None else min(x, UNBOUNDED) for x in (p.left, p.right))
+    first = (p.scale, p.softcap or 0.0, *integers.values())
+    drop = p.dropout
+    if drop is None:
+        return (*first, 0, 0, left, right, 0, 0, 65536)
+    seed, offset = (x if isinstance(x, int) else 0 for x in (drop.seed, drop.offset))
+    return (*first, seed, offset, left, right, drop.origin_i, drop.origin_j, drop.threshold)
 
 
 def _integers(problem: Problem) -> dict[str, Any]:

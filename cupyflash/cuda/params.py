@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from ..problem import Problem
     from .recipe import Sizes
 
 LEAD_AXES = 4
@@ -214,20 +213,3 @@ def _set_owner(record: np.ndarray, sizes: Sizes, tail: tuple[int, ...], lead_str
 def pack_call(addresses: Sequence[int], numbers: Sequence[float]) -> bytes:
     """Bytes of the call part, from values in the order of `ADDRESSES` and of `NUMBERS`."""
     return _CALL.pack(*addresses, *numbers)
-
-
-def call_numbers(
-    problem: Problem, q_length: int = 0, kv_length: int = 0, query_offset: int = 0, dropout_t: int = 0
-) -> tuple[float, ...]:
-    """The numbers of a call in the order of `NUMBERS`; the four integers count only where no array is given."""
-    left = UNBOUNDED if problem.left is None else min(problem.left, UNBOUNDED)
-    right = UNBOUNDED if problem.right is None else min(problem.right, UNBOUNDED)
-    integers = (q_length, kv_length, query_offset, dropout_t)
-    softcap = problem.softcap or 0.0
-    dropout = problem.dropout
-    if dropout is None:
-        return (problem.scale, softcap, *integers, 0, 0, left, right, 0, 0, 65536)
-    seed = dropout.seed if isinstance(dropout.seed, int) else 0
-    offset = dropout.offset if isinstance(dropout.offset, int) else 0
-    tail = (dropout.origin_i, dropout.origin_j, dropout.threshold)
-    return (problem.scale, softcap, *integers, seed, offset, left, right, *tail)
