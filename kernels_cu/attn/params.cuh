@@ -23,8 +23,8 @@ struct Call {
   const void *dout, *dlse, *delta;          // delta: given by the caller, else 0 and formed from out and dout
   void *row_delta;                          // workspace, (batch, heads_q, seqlen_q) in C order: delta - dlse
   void *slope_rows;                         // workspace, same shape: sum over keys of -distance * dS
-  void *partials;                           // workspace of the bias gradient: (splits, elements of dbias), or 0
-  void *row_stats, *dq_sums, *turns;        // workspaces of the sm90 backward: attn/backward_rows.cuh
+  void *partials;                           // workspace, what each of the splits gave: of a bias gradient or a forward
+  void *row_stats, *dq_sums, *turns;        // workspaces of a backward that owns keys: attn/backward_rows.cuh
   void *q_planes, *k_planes, *v_planes, *dout_planes;      // workspace: those as planes (core/planes.cuh)
   void *dq, *dk, *dv, *dbias, *dsinks, *dslopes;
 
@@ -47,7 +47,9 @@ struct Params {
   i32 lead[kLeadAxes], own[kLeadAxes], loop[kLeadAxes];
   i32 heads_q, heads_kv, seqlen_q, seqlen_k, head_dim, head_dim_v;
   i32 own_heads, own_rows, own_cols;        // bias gradient: 1 where that axis of dbias is kept, 0 where it is summed
-  i32 splits;                               // bias gradient: parts into which the sum of one owner is cut
+  i32 splits;                               // a number of the launch's own: parts into which keys, or the sums of a
+                                            // bias gradient, are cut; heads that take turns at dq (0: none); rows of
+                                            // a query tile (row_stats); columns of dq's sums (what goes with them)
   i32 bottom_right;                         // 1: query_offset is kv length - q length of the item
   i32 accumulate;                           // 1: gradients are added to what their arrays hold
   i32 out_kind, bias_kind, sinks_kind, slopes_kind;                       // Kind
