@@ -27,10 +27,8 @@ def small_kernels(cc):
         for dtype, kernel in itertools.product(
             dtypes, (*configs.kernels_of(family.name), *configs.prepost_kernels_of(family.name))
         ):
-            if (
-                dtype,
-                kernel,
-            ) in covered or kernel == "backward_wide":  # by a faster family; for wide head dims
+            by_a_faster_family, for_wide_head_dims = (dtype, kernel) in covered, kernel == "backward_wide"
+            if by_a_faster_family or for_wide_head_dims:
                 continue
             if kernel in ("row_stats", "finish_queries") and family.name != "sm90":
                 continue

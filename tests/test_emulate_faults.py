@@ -79,9 +79,8 @@ def turned():
     Options put the edge of what is seen where the comparison decides.
     """
     (block_q, block_kv), (moved_q, kept_kv) = tile_of("forward"), tile_of("backward_kv")
-    next_tile = (
-        -(-kept_kv // moved_q) * moved_q
-    )  # the first row of a query tile, the last that key kept_kv - 1 has
+    # The first row of a query tile, the last that key kept_kv - 1 has.
+    next_tile = -(-kept_kv // moved_q) * moved_q
     within = {"query_offset": 0}
     blind = {"mask": np.arange(150)[:, None] != 3}
     rare = {"dropout_p": 1 - 1 / 65536}

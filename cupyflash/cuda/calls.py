@@ -57,9 +57,8 @@ def recall(q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool) ->
     form = (arrays, devices, return_lse, type(return_lse))
     kinds = _kinds(values, _TUPLES)
     key, holds, call = (*form, values, kinds), False, None
-    if (
-        type(values[_P]) is float and values[_P] == 0.0
-    ):  # with dropout the seed and the offset are no part of a key
+    # With dropout the seed and the offset are no part of a key.
+    if type(values[_P]) is float and values[_P] == 0.0:
         holds, call = _look_up(key)
     if holds and values[:_NUMBERS_ON_DEVICE] != _NO_ARRAYS:
         return None, None

@@ -63,9 +63,8 @@ def compute_capability(device: int) -> int:
 def capturing(cupy: ModuleType) -> bool:
     """Whether the current stream is recording a CUDA graph."""
     stream = cupy.cuda.get_current_stream()
-    return (
-        stream.ptr not in (0, 1, 2) and stream.is_capturing()
-    )  # the default streams cannot, and may not be asked
+    # The default streams cannot, and may not be asked.
+    return stream.ptr not in (0, 1, 2) and stream.is_capturing()
 
 
 def too_old_for_suffixes() -> str | None:

@@ -20,9 +20,8 @@ from .recipe import Sizes, forward_recipe
 from .sm90_launch import Extras
 from .tensormap import ALIGNMENT
 
-GIVEN = (
-    ADDRESSES.index("dropout_offset") + 1
-)  # addresses of a forward's arguments and results: the record's first
+# Addresses of a forward's arguments and results: the record's first.
+GIVEN = ADDRESSES.index("dropout_offset") + 1
 _ADDRESSES = struct.Struct(f"={GIVEN}Q")
 _ADDRESS = struct.Struct("=Q")
 _COUNTER = struct.Struct("=Q")  # the head of the launch record
