@@ -17,6 +17,7 @@ from cupyflash.cuda import (
     sm90_launch,
     sm90_wide,
     sm90_wide_launch,
+    tensormap,
 )
 from cupyflash.cuda.plan import planned
 from cupyflash.problem import Problem
@@ -269,7 +270,7 @@ def test_the_workspace_holds_both_and_one_launch_makes_them():
 def test_maps_are_of_the_planes(monkeypatch):
     made = []
     monkeypatch.setattr(
-        sm90_wide_launch.Form, "map_of", lambda form, address: made.append((form, address)) or bytes(128)
+        tensormap.Form, "map_of", lambda form, address: made.append((form, address)) or bytes(128)
     )
     q, k = shaped(3, 4, MANY, 128), np.zeros((3, 2, 100, 128), np.float32)
     extras = planned(Problem.create(q, k, k, backend="cuda"), False, None, 90)[0].launches[-1].extras
