@@ -158,7 +158,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_bac
   if (thread_index() == 0) {
     // Blocks that this one waits for have lower numbers, and run.
     const u32 block = kOrdered ? increment(static_cast<u32*>(p.call.turns)) : block_index();
-    pass.work = place_of(p, block);
+    pass.upward = kOrdered && p.call.right < kUnbounded;
+    pass.work = place_of(p, block, pass.upward);
   }
   const i32 warp = uniform(warp_index());
   Backward backward{{p, pass, shared, warp % kPairs}};

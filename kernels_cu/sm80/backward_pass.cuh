@@ -7,12 +7,14 @@
 
 constexpr i32 kPairs = kWarps / 2, kPairRows = kBlockKV / kPairs, kR = kPairRows / 8, kC = kStep / 4;
 
-// The blocks of p.splits heads take turns, so that those of one head start one after the other, as their turns come.
-CF_DEVICE TileWork place_of(const Params& p, u32 block) {
+// The blocks of p.splits heads take turns, so that those of one head start one after the other, as their turns come: from the
+// first keys of the head to its last, or from the last to the first.
+CF_DEVICE TileWork place_of(const Params& p, u32 block, bool from_last) {
   const u32 tiles = ceil_div(p.seqlen_k, kBlockKV), heads = points(p.own) * p.heads_kv, together = u32(p.splits);
   const u32 first = block / (together * tiles) * together, rest = block % (together * tiles);
   const u32 size = smaller(together, heads - first), head = first + rest % size;
-  return {head / p.heads_kv, i32(head % p.heads_kv), 0, i32(rest / size)};
+  const i32 tile = i32(rest / size);
+  return {head / p.heads_kv, i32(head % p.heads_kv), 0, from_last ? i32(tiles) - 1 - tile : tile};
 }
 
 // Where the rows of a head of queries lie.
@@ -24,7 +26,7 @@ struct Head {
   i32 packed;      // whether chunks of q and dout are moved at once
 };
 
-// A tile of queries. They come from the last one of a head to its first, head by head.
+// A tile of queries. They come from the last one of a head to its first, or from the first to the last, head by head.
 struct Cursor { i32 head, row; };
 
 // The queries of one batch item that see some of the block's keys, for all heads of the group.
@@ -34,6 +36,7 @@ struct Pass {
   Visibility sight;
   i32 first_row, last_row, tiles;      // first queries of the first and the last tile; tiles of all heads
   i32 group;                           // heads that share keys
+  i32 upward;                          // whether queries come from the first to the last, and blocks from the last keys
   Interval whole[kPairs];              // queries that see every key of a pair
   Cursor cursors[8];                   // of tile x at x % 8: of the one to be copied after the next, to the one before last
   Head heads[8];                       // of these, by head % 8
@@ -42,10 +45,11 @@ struct Pass {
   CF_DEVICE const Head& head(i32 x) const { return heads[cursors[x % 8].head % 8]; }
   CF_DEVICE i32 col() const { return work.tile * kBlockKV; }      // the first key of the block
 
-  // How many blocks of earlier keys add to the dq of the tile at `row`.
+  // How many blocks that started before this one add to the dq of the tile at `row`.
   CF_DEVICE u32 earlier(i32 row) const {
-    if (sight.left >= kUnbounded) return work.tile;
-    return work.tile - sight.keys_of_some(row, row + kBlockQ).start / kBlockKV;
+    if (!upward && sight.left >= kUnbounded) return work.tile;
+    const Interval keys = sight.keys_of_some(row, row + kBlockQ);
+    return upward ? ceil_div(keys.stop, kBlockKV) - 1 - work.tile : work.tile - keys.start / kBlockKV;
   }
 
   CF_DEVICE void begin(const Params& p, u32 loop) {
@@ -62,7 +66,7 @@ struct Pass {
 
   // What is not needed at once: the first tile, and what pair n sees.
   CF_DEVICE void begin_first_tile(const Params& p) {
-    cursors[0] = {work.head * group, last_row};
+    cursors[0] = {work.head * group, upward ? first_row : last_row};
     begin_head(p, cursors[0].head);
   }
   CF_DEVICE void begin_pair(i32 n) {
@@ -73,9 +77,9 @@ struct Pass {
   // After tile x - 1 comes tile x.
   CF_DEVICE void begin_tile(const Params& p, i32 x) {
     Cursor next = at(x - 1);
-    next.row -= kBlockQ;
-    if (next.row < first_row) {
-      next = {next.head + 1, last_row};
+    next.row += upward ? kBlockQ : -kBlockQ;
+    if (next.row < first_row || next.row > last_row) {
+      next = {next.head + 1, upward ? first_row : last_row};
       begin_head(p, next.head);
     }
     cursors[x % 8] = next;
