@@ -11,7 +11,7 @@ from emulated import needs_compiler, vjp_on
 from support import BFLOAT16, assert_same, check, normal, qkv
 
 import cupyflash
-from cupyflash.cuda import configs, sm80
+from cupyflash.cuda import configs, families, sm80
 from cupyflash.cuda.emulate import Machine
 from cupyflash.cuda.recipe import Sizes
 from cupyflash.problem import Problem
@@ -82,6 +82,27 @@ def test_runs_of_keys_in_the_emulation(heads):
     )
     kernels = [config.kernel for config in machine.launched]
     assert kernels[:2] == ["decode", "combine"]
+
+
+PAIRS_OF_WARPS = {
+    "plain": {},
+    "causal": {"causal": "bottom_right"},
+    "window": {"window": (70, 5), "query_offset": 0},
+    "lengths": {"q_lengths": np.array([130]), "kv_lengths": np.array([33]), "sinks": 0.5},
+    "large scores": {"causal": "top_left"},
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", PAIRS_OF_WARPS)
+def test_pairs_of_warps_that_share_rows(name, monkeypatch):
+    monkeypatch.setattr(families, "FORCED", "sm80")
+    q, k, v = qkv(np, 1, 1, 140, 200, 256, 128 if name == "causal" else 256, dtype=BFLOAT16)
+    if name == "large scores":
+        q = (q.astype(np.float32) * 100).astype(q.dtype)  # references are raised in every step
+    machine = Machine(compute_capability=90)
+    check(q, k, v, via=vjp_on(machine), backward=False, **PAIRS_OF_WARPS[name])
+    assert machine.launched[0].geometry.paired
 
 
 def backward_of(m, n, *dims, seed=0, workers=0, heads=(2, 1), batch=1, **options):

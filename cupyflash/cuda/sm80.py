@@ -12,9 +12,11 @@ if TYPE_CHECKING:
 
 ALIGNMENT_BYTES = 128  # of swizzled tiles; dynamic shared memory is rounded up to it
 FRAGMENT = 16  # rows and columns that an mma instruction takes
+PAIR_FLAG_BYTES = 64
 PLACE_BYTES = 256  # of what the threads of a forward share besides tiles
 Q_PASS_BYTES, PASS_BYTES = 256, 640  # of a backward_q, of a backward that owns keys
 SMALL_HEAD_DIM = 64
+PAIRED_COLS = 128  # of two warps that part columns by panels
 HELD_BYTES = 2**25
 HALF_SHARED = 113 * 1024  # shared memory of a block of which a multiprocessor with 227 KiB holds two
 
@@ -31,6 +33,7 @@ class Geometry(NamedTuple):
     head_dim_v: int
     ahead: bool = False  # forward: the next step's products stand among this step's exponentials
     held: bool = False  # forward: a warp's queries stay in registers
+    paired: bool = False  # forward: two warps share rows, and part keys and columns
     addends: bool = False  # a mask or a bias is staged in shared memory
     split: bool = False  # forward: keys are cut into runs
     ordered: bool = True  # backward: adds to dq in a fixed order
@@ -42,6 +45,7 @@ class Geometry(NamedTuple):
         flags = {
             "ahead": self.ahead,
             "held": self.held,
+            "paired": self.paired,
             "split": self.split,
             "unordered": not self.ordered,
         }
@@ -60,6 +64,7 @@ class Geometry(NamedTuple):
             "kHeadDimV": self.head_dim_v,
             "kAhead": self.ahead,
             "kHeld": self.held,
+            "kPaired": self.paired,
             "kSplit": self.split,
             "kStages": self.stages,
             "kOrdered": self.ordered,
@@ -71,6 +76,8 @@ class Geometry(NamedTuple):
         staged = self.addends * q * (self.step + 8) * score_bytes
         if kernel == "forward":
             used = _tile(q, max(d, e)) + 3 * _tile(kv, d) + 2 * _tile(kv, e) + staged + PLACE_BYTES
+            if self.paired:
+                used += 4 * q * self.step + self.threads // 32 * PAIR_FLAG_BYTES - _tile(kv, d)
         elif kernel == "decode":
             rows = self.threads // 32 * FRAGMENT  # of keys, and of lse
             used = _tile(q, d) + self.stages * (_tile(rows, d) + _tile(rows, e)) + rows * score_bytes
@@ -92,7 +99,9 @@ class Geometry(NamedTuple):
         """The row as it runs these head dims; small ones share kernels."""
         if max(head_dim, head_dim_v) <= SMALL_HEAD_DIM:
             head_dim = head_dim_v = SMALL_HEAD_DIM
-        return self._replace(head_dim=_padded(head_dim), head_dim_v=_padded(head_dim_v))
+        head_dim, head_dim_v = _padded(head_dim), _padded(head_dim_v)
+        paired = self.paired and head_dim_v % PAIRED_COLS == 0
+        return self._replace(head_dim=head_dim, head_dim_v=head_dim_v, paired=paired)
 
     def blocks(self, kernel: str, sizes: Sizes, owners: int) -> int:
         """Blocks of a launch whose owners (batch items, or points that gradients keep) number as many."""
@@ -149,7 +158,7 @@ _ROWS = {
         _row(128, 2, 128, 64, 64, 64)._replace(held=True),
         _row(128, 2, 128, 64, 64, 128),
         _row(128, 2, 128, 32, 32, 128),
-        _row(256, 1, 128, 64, 64, 256),
+        _row(256, 1, 128, 64, 64, 256)._replace(paired=True),
         _row(128, 2, 64, 32, 32, 256)._replace(ahead=True),
         _row(128, 1, 64, 16, 16, 256),
     ),

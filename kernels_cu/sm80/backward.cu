@@ -16,6 +16,10 @@
 // for lower ones alone; neighbours in a head start one after the other, because the heads of a group take turns. In order
 // it took 4.53 / 5.17 ms, in no order 3.89 / 4.48 (H200, 2026-11-29, bfloat16, D 128 / D 64, 16384 tokens, L 4096).
 //
+// With kLongTiles a pair counts at the end of tile x, when its second warp would wait for the first; and under a causal mask
+// blocks start from the last keys and queries come upward. Then block n reaches a query tile right after block n + 1 did.
+// Downward all blocks of a head begin with its last queries at once, line up, and are done at once: the next ones line up again.
+//
 // Ladder on the same problem, main kernel, ms: two kernels 5.67 / 10.14; one, everything of a tile worked out by every warp
 // 4.99 / 6.31 (in no order); one thread works it out for all 4.57; dq after the tile's steps 4.23 / 4.75; in the second
 // warps before them 3.91 / 4.52. In order: 6.50 / 7.80 at first; counts looked at before the products and heads taking
@@ -23,6 +27,11 @@
 // D 128 / D 64): in order 4.24 / 4.86; nobody waits 4.16 / 5.03; no fence, nobody waits 3.96 / 4.48; in no order 3.95 / 4.40.
 // Turns of four tiles handed on at once cost fewer fences and more waits: 4.63 / 5.15, under a causal mask 1.7 times as much.
 // At D 256 a step of 64 queries instead of 32: 6.08 to 5.67, in no order 5.63 to 5.33.
+//
+// Whole backward at D 256, ms (2026-11-30, L 1024 / 4096, then the same under a causal mask / L 16384): counting in the middle
+// of a tile, queries downward 1.602 / 5.743, 1.084 / 3.556 / 13.53; counting at the end 1.567 / 5.585, 1.107 / 3.728 / 14.23;
+// then queries upward 0.960 / 3.006 / 11.24; in no order 1.543 / 5.443, 0.916 / 2.797 / 10.42. One count a block instead of
+// one a pair, a tile later: 1.581 / 5.683. All of this is slower at D 128 (causal 2.333 to 2.558) and no faster at D 64.
 //
 // Shared memory: that of the pairs, three tiles of dA^T.
 #include "sm80/backward_pair.cuh"
@@ -33,6 +42,7 @@ constexpr i32 kDqLeast = ceil_div(kHeadDim, kDqColParts), kDqCols = kDqLeast <= 
 static_assert(kDqCols * kDqColParts >= kHeadDim, "the warps' parts cover it, and none crosses the edge of a panel");
 static_assert(kBlockQ % kRowBlock == 0 && kDqRows % 16 == 0, "whole blocks of rows, whole fragments");
 
+constexpr bool kLongTiles = kWideDim > 128;      // few keys a block, and much to do for each query
 using TileS = Tile<kBlockKV, kBlockQ>;     // dA^T
 constexpr i32 kUsedBytes = kPairsEnd + 3 * TileS::kBytes;
 static_assert(kUsedBytes + 128 == kSharedBytes && kPairsEnd % 128 == 0, "the launch gives as much, and room to align");
@@ -111,7 +121,7 @@ struct Backward : Pair {
 
   CF_DEVICE void take_step(Accumulator& dk, i32 x, i32 step_row, bool whole) const {
     const auto meanwhile = [&] {
-      if (step_row == 0) publish(x - 2);
+      if (!kLongTiles && step_row == 0) publish(x - 2);
     };
     take_weights(dk, x, step_row, whole, meanwhile, [&](const Weighted& rounded) { leave(rounded, x, step_row); });
   }
@@ -142,10 +152,11 @@ struct Backward : Pair {
             if (first_of_pair) give_weights(acc, x, step_row, whole);
             else take_step(acc, x, step_row, whole);
           }
-        } else if (!first_of_pair) {
+        } else if (!kLongTiles && !first_of_pair) {
           publish(x - 2);
         }
         if (first_of_pair) sum_queries(x - 1);
+        else if (kLongTiles) publish(x - 2);
       }
     }
   }
@@ -158,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_bac
   if (thread_index() == 0) {
     // Blocks that this one waits for have lower numbers, and run.
     const u32 block = kOrdered ? increment(static_cast<u32*>(p.call.turns)) : block_index();
-    pass.upward = kOrdered && p.call.right < kUnbounded;
+    pass.upward = kOrdered && kLongTiles && p.call.right < kUnbounded;
     pass.work = place_of(p, block, pass.upward);
   }
   const i32 warp = uniform(warp_index());

@@ -154,21 +154,23 @@ struct Pair {
     }
     if constexpr (kDropout) {
       const Dropper dropper = dropper_of(p, pass.item, head);
-      CF_UNROLL
-      for (int w = 0; w < kC; w += 4) {
+      dropper.for_alignment([&](auto aligned) {
         CF_UNROLL
-        for (int u = 0; u < kR; u += 2) {
-          const Words words = dropper.words_at<true>(row + 4 * w, col() + 8 * u);
+        for (int w = 0; w < kC; w += 4) {
           CF_UNROLL
-          for (int n = 0; n < 8; ++n) {
-            const bool drops = dropper.drops(words, n / 4, n % 4);
-            float& weight = s[u + n / 4][w + n % 4];
-            float& signed_weight = sent[u + n / 4][w + n % 4];
-            weight = drops ? 0.0f : weight;
-            signed_weight = drops ? -signed_weight : signed_weight;
+          for (int u = 0; u < kR; u += 2) {
+            const Words words = dropper.words_at<true>(row + 4 * w, col() + 8 * u, aligned);
+            CF_UNROLL
+            for (int n = 0; n < 8; ++n) {
+              const bool drops = dropper.drops(words, n / 4, n % 4);
+              float& weight = s[u + n / 4][w + n % 4];
+              float& signed_weight = sent[u + n / 4][w + n % 4];
+              weight = drops ? 0.0f : weight;
+              signed_weight = drops ? -signed_weight : signed_weight;
+            }
           }
         }
-      }
+      });
     }
     round_to(given, sent);
     CF_UNROLL

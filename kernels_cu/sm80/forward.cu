@@ -8,15 +8,26 @@
 // Ladder (H200, 2026-11-29, bfloat16, 16384 tokens, L 4096, ms): copies first and results in chunks 1.469 to 1.432 at D 128,
 // nothing at D 64 and 256; kHeld 1.814 to 1.770 at D 64, with dropout 2.967 to 2.812; with dropout a step of 64 keys
 // instead of 32 2.276 to 1.964 at D 128. What a warp walks read from shared memory in every step: 3 to 5 % slower.
+// With dropout, one branch on alignment for all groups of a step instead of one for each (2026-11-30): 1.987 to 1.792 at
+// D 128, 2.824 to 2.376 at D 64. Compute that starts before K(j + 1) and V(j) of the first tile are there: nothing.
 //
 //   tile j        | wait for K(j + 1), V(j); start copies of K(j + 2), V(j + 1)
 //     each step i | S = Q K^T    P = exp(S), dropout    check    O += P V
+//
+// With kPaired two warps share twice as many rows: each computes the weights of half of a step's keys and leaves them to both in
+// shared memory, and owns half of the output's columns. So a warp reads half of K and half of V: at head dim 256 shared
+// memory, not the tensor cores, is the limit: 1.816 to 1.625 ms, under a causal mask 1.044 to 0.944 (L 4096; at L 1024 0.494 to
+// 0.456, 0.312 to 0.297). Queries in registers and steps of 32 keys instead: 1.838; products ahead as well: 2.053.
+//
+//     each step i | S = Q K^T    P = exp(S)    check    P -> shared    # pair    P <- shared    O += P V
 #include "sm80/forward_copies.cuh"
 #include "sm80/store.cuh"
 #include "sm80/weights.cuh"
 
-static_assert(kPlainScores || !kAhead, "only plain scores are taken ahead of time");
+static_assert(kPlainScores && !kDropout || !kAhead, "only plain scores are taken ahead of time, and nothing is dropped");
+static_assert(kPlainScores && !kDropout && !kAhead && !kHeld && !kSplit || !kPaired, "pairs have the plain form alone");
 using Scores = float[kR][kC];
+using OwnV = Tile<kBlockKV, kOwnCols>;      // the columns of V that a warp takes
 
 struct Forward : Copies {
   ScoreRules<false> rules;
@@ -24,27 +35,39 @@ struct Forward : Copies {
   i32 row;                             // first row of the warp
   i32 warp_start, warp_stop;           // keys of the warp, from the edge of a step
   float factor;                        // from products to base-2 exponents
-  Reader<TileQ, true> read_q{i32(warp_index()) * kWarpRows};
+  Reader<TileQ, true> read_q{tile_row()};
   Operand<kR / 2, kHeld ? kHeadDim : 16> own_q;
   Reader<TileK, false> read_k;
-  Reader<TileV, true> read_v;
+  Reader<OwnV, true> read_v{0, part() * kOwnCols};
   Weights<kR> weights;
   float out[kR][kO];
   u32 staging;                         // of the warp
   AddendBatch<kWarpRows, kMaskOrBias ? kStep : 16> coming;      // of the next step
 
+  // Of a pair's two warps: which one this is, and the first of their rows in the tile.
+  static CF_DEVICE i32 part() { return i32(warp_index()) % kParts; }
+  static CF_DEVICE i32 tile_row() { return i32(warp_index()) / kParts * kWarpRows; }
+  static CF_DEVICE i32 own(i32 col) { return col + part() * kOwnStep; }                      // of the step at `col`
+  static CF_DEVICE i32 others(i32 col) { return col + (kParts - 1 - part()) * kOwnStep; }
+
+  // All who share rows.
+  static CF_DEVICE void pair_barrier() {
+    if constexpr (kPaired) barrier_sync_aligned(1 + i32(warp_index()) / 2, 64);
+    else warp_barrier();
+  }
+
   // The queries take the sign of a negative scale. A warp's own rows, before anyone reads them.
   CF_DEVICE void negate_q() {
     CF_UNROLL_1
-    for (i32 n = lane_index(); n < kWarpRows * TileQ::kChunks; n += 32) {
-      const u32 at = q_tile + TileQ::place(i32(warp_index()) * kWarpRows + n / TileQ::kChunks, n % TileQ::kChunks);
+    for (i32 n = 32 * part() + lane_index(); n < kWarpRows * TileQ::kChunks; n += 32 * kParts) {
+      const u32 at = q_tile + TileQ::place(tile_row() + n / TileQ::kChunks, n % TileQ::kChunks);
       u32 words[4];
       ld_shared_128(words, at);
       CF_UNROLL
       for (int x = 0; x < 4; ++x) words[x] ^= 0x80008000u;
       st_shared_128(at, words);
     }
-    warp_barrier();
+    pair_barrier();
   }
 
   template <class Meanwhile> CF_DEVICE void multiply_scores(Scores& s, i32 col, Meanwhile meanwhile) const {
@@ -62,7 +85,7 @@ struct Forward : Copies {
     multiply_by_transposed<TileK, kHeadDim>(s, load, k_tile(col / kBlockKV), read_k, col % kBlockKV, meanwhile);
   }
 
-  CF_DEVICE bool sees_all(i32 col) const { return at.whole[warp_index()].covers(col, col + kStep); }
+  CF_DEVICE bool sees_all(i32 col) const { return at.whole[warp_index()].covers(col, col + kOwnStep); }
 
   // What the exponentials of the step at `col` are taken of: products if scores are plain, else scores; selected.
   CF_DEVICE void begin(Scores& s, i32 col) {
@@ -84,7 +107,7 @@ struct Forward : Copies {
     Words words[kR / 2];
     CF_UNROLL
     for (int u = 0; u < kR; ++u) reference[u] = weights.negative_reference(u), sum[u] = 0.0f;
-    const auto part = [&](int n) {
+    const auto part = [&](int n, auto... aligned) {
       CF_UNROLL
       for (int quad = n * kQuads / kParts; quad < (n + 1) * kQuads / kParts; ++quad) {
         const int u = quad / 2 % (kR / 2) * 2, h = quad % 2, w = quad / kR * 4;
@@ -93,18 +116,52 @@ struct Forward : Copies {
           s[u + h][x] = ex2_approx_ftz(fused(s[u + h][x], factor, reference[u + h]));
           sum[u + h] += s[u + h][x];
         }
-        if constexpr (kDropout) drop(s, words[u / 2], u, h, w, col);
+        if constexpr (sizeof...(aligned) > 0) drop(s, words[u / 2], u, h, w, col, aligned...);
       }
     };
     if constexpr (kNext) multiply_scores(next, col + kStep, part);
+    else if constexpr (kDropout) dropper.for_alignment([&](auto aligned) { part(0, aligned); });
     else part(0);
     float all = sum[0];
     CF_UNROLL
     for (int u = 1; u < kR; ++u) all += sum[u];
-    if (vote_any(!(all <= kLargestSum))) return false;
+    if (!agreed(s, col, vote_any(!(all <= kLargestSum)))) return false;
     CF_UNROLL
     for (int u = 0; u < kR; ++u) weights.l[u] += sum[u];
     return true;
+  }
+
+  // Where a pair leaves the weights of the step that `col` lies in, and then each warp whether it takes the step again.
+  CF_DEVICE u32 exchange(i32 col) const {
+    return q_tile + kAtPairs + (i32(warp_index()) / kParts * 2 + col / kStep % 2) * kPairBytes;
+  }
+
+  CF_DEVICE void leave(const Scores& s, i32 col) const {
+    Operand<kR / 2, kOwnStep> rounded;
+    round_to(rounded, s);
+    constexpr int kWords = kOwnStep / 16 * (kR / 2);
+    CF_UNROLL
+    for (int n = 0; n < kWords; ++n) {
+      st_shared_128(exchange(col) + (part() * kWords + n) * 512 + lane_index() * 16, rounded.word[n / (kR / 2)][n % (kR / 2)]);
+    }
+  }
+
+  // Whether no warp of those that share rows takes the step again; then a pair's weights are there.
+  CF_DEVICE bool agreed(const Scores& s, i32 col, bool again) const {
+    if constexpr (!kPaired) return !again;
+    const u32 flags = exchange(col) + kPairBytes - 64;
+    leave(s, col);
+    if (lane_index() == 0) st_shared_32(flags + part() * 4, again ? bits_of(1.0f) : 0);
+    pair_barrier();
+    return ld_shared_f32(flags) + ld_shared_f32(flags + 4) == 0.0f;
+  }
+
+  CF_DEVICE void rescale_out(const float (&rescale)[kR]) {
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      CF_UNROLL
+      for (int w = 0; w < kO; ++w) out[u][w] *= rescale[u];
+    }
   }
 
   // Products become weights by the rows' true maxima.
@@ -114,32 +171,40 @@ struct Forward : Copies {
     select(s, col);
     float rescale[kR];
     weights.update(s, rescale);
-    CF_UNROLL
-    for (int u = 0; u < kR; ++u) {
-      CF_UNROLL
-      for (int w = 0; w < kO; ++w) out[u][w] *= rescale[u];
-    }
+    rescale_out(rescale);
     if constexpr (kDropout) {
       Words words[kR / 2];
       CF_UNROLL
       for (int w = 0; w < kC; w += 4) {
         CF_UNROLL
-        for (int u = 0; u < kR; ++u) drop(s, words[u / 2], u / 2 * 2, u % 2, w, col);
+        for (int u = 0; u < kR; ++u) {
+          dropper.for_alignment([&](auto aligned) { drop(s, words[u / 2], u / 2 * 2, u % 2, w, col, aligned); });
+        }
       }
     }
   }
 
   // Dropped weights of row half a of the group at (u, w) become 0; a goes 0, 1, and `words` is kept in between.
-  CF_DEVICE void drop(Scores& s, Words& words, int u, int a, int w, i32 col) const {
-    if (a == 0) words = dropper.words_at<false>(row + 8 * u, col + 4 * w);
+  template <bool kAligned>
+  CF_DEVICE void drop(Scores& s, Words& words, int u, int a, int w, i32 col, Aligned<kAligned> aligned) const {
+    if (a == 0) words = dropper.words_at<false>(row + 8 * u, col + 4 * w, aligned);
     CF_UNROLL
     for (int x = 0; x < 4; ++x) s[u + a][w + x] = dropper.drops(words, a, x) ? 0.0f : s[u + a][w + x];
   }
 
   CF_DEVICE void accumulate(const Scores& s, i32 col) {
-    Operand<kR / 2, kStep> rounded;
-    round_to(rounded, s);
-    multiply<TileV, kStep>(out, rounded, v_tile(col / kBlockKV), read_v, col % kBlockKV);
+    if constexpr (kPaired) {
+      Operand<kR / 2, kStep> left;
+      CF_UNROLL
+      for (int n = 0; n < kStep / 16 * (kR / 2); ++n) {
+        ld_shared_128(left.word[n / (kR / 2)][n % (kR / 2)], exchange(col) + n * 512 + lane_index() * 16);
+      }
+      multiply<OwnV, kStep>(out, left, v_tile(col / kBlockKV), read_v, col % kBlockKV);
+    } else {
+      Operand<kR / 2, kOwnStep> rounded;
+      round_to(rounded, s);
+      multiply<OwnV, kOwnStep>(out, rounded, v_tile(col / kBlockKV), read_v, col % kBlockKV);
+    }
   }
 
   // s, begun, is used up and replaced by that of the next step.
@@ -162,19 +227,42 @@ struct Forward : Copies {
 
   // The same without looking ahead.
   CF_DEVICE void step(Scores& s, i32 col) {
-    if (!kPlainScores || col != warp_start) begin(s, col);
+    if (!kPlainScores || col != warp_start) begin(s, own(col));
     if (!kPlainScores && col == warp_start) weights.begin(s, 1.0f);
-    if (!optimistic<false>(s, s, col)) {
-      multiply_scores(s, col, [](int) {});
-      exact(s, col);
+    if (!optimistic<false>(s, s, own(col))) {
+      if constexpr (kPaired) raise_to_others(s, col);
+      multiply_scores(s, own(col), [](int) {});
+      exact(s, own(col));
+      if constexpr (kPaired) leave(s, own(col)), pair_barrier();
     }
     accumulate(s, col);
+  }
+
+  // The rows' maxima take in the keys of the step that the other warp of the pair takes.
+  CF_DEVICE void raise_to_others(Scores& s, i32 col) {
+    Scores unused;
+    multiply_scores(s, others(col), [](int) {});
+    rules.scale(s, unused, row, others(col), staging);
+    select(s, others(col));
+    float rescale[kR];
+    weights.raise(s, rescale);
+    rescale_out(rescale);
+  }
+
+  // A first reference of plain scores, and the products of the first step.
+  CF_DEVICE void begin_walk(Scores& s, i32 col) {
+    if constexpr (kPaired) {
+      begin(s, others(col));
+      weights.begin(s, rules.terms.scale);
+    }
+    begin(s, own(col));
+    weights.begin(s, rules.terms.scale);
   }
 
   CF_DEVICE void next_tile(i32 tile) {
     cp_async_wait_group<0>();
     block_barrier();        // everyone's copies are there; nobody reads K(tile - 1) or V(tile - 1) any more
-    load_k(tile + 2);
+    load_k(tile + kKeyTiles - 1);
     load_v(tile + 1);
     cp_async_commit_group();
   }
@@ -194,10 +282,7 @@ struct Forward : Copies {
         if (!any) continue;      // they forbid all of it
       }
       if (!mine) continue;
-      if (kPlainScores && col == warp_start) {
-        begin(s, col);
-        weights.begin(s, rules.terms.scale);
-      }
+      if (kPlainScores && col == warp_start) begin_walk(s, col);
       if constexpr (kAhead) step_ahead(s, col);
       else step(s, col);
     }
@@ -205,6 +290,7 @@ struct Forward : Copies {
 
   // Normalises the rows and writes out and lse; rows at or past the query length get 0 and -inf.
   CF_DEVICE void finish() {
+    if constexpr (kPaired) join_sums();
     const float none = -Limits<float>::infinity();
     const float kept = kDropout ? dropout_scale<float>(p) : 1.0f;
     const i32 q_length = at.sight.q_length;
@@ -220,9 +306,21 @@ struct Forward : Copies {
       const bool live = i < q_length;
       CF_UNROLL
       for (int w = 0; w < kO; ++w) out[u][w] = live ? out[u][w] * scale * kept : 0.0f;
-      if (to.lse != nullptr && i < p.seqlen_q && lane_index() % 4 == 0) to.lse[i * to.lse_stride] = live ? lse : none;
+      const bool writes = to.lse != nullptr && part() == 0 && lane_index() % 4 == 0;
+      if (writes && i < p.seqlen_q) to.lse[i * to.lse_stride] = live ? lse : none;
     }
-    store_tile<TileQ>(out, to.out, row, q_tile, i32(warp_index()) * kWarpRows);
+    store_tile<TileQ>(out, to.out.from_col(part() * kOwnCols), row, q_tile + part() * (kOwnCols / 64) * TileQ::kPanelBytes, tile_row());
+  }
+
+  // The sums of a pair's rows over the keys of both.
+  CF_DEVICE void join_sums() {
+    const u32 at = exchange(0) + lane_index() * 4;
+    pair_barrier();          // nobody reads weights or queries any more
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) st_shared_32(at + (part() * kR + u) * 128, bits_of(weights.l[u]));
+    pair_barrier();          // the sums are there
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) weights.l[u] += ld_shared_f32(at + ((1 - part()) * kR + u) * 128);
   }
 
   struct Results {
@@ -259,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_for
   const i32 first = start + i32(i64(tiles) * at.split / splits), last = start + i32(i64(tiles) * (at.split + 1) / splits);
   const Copies copies{p, at, last * kBlockKV, rows_of<const Element>(p.call.k, p.k, at.item, kv_head),
                       rows_of<const Element>(p.call.v, p.v, at.item, kv_head), shared};
-  const i32 row = at.block_row + i32(warp_index()) * kWarpRows;
+  const i32 row = at.block_row + Forward::tile_row();
   if (lane_index() == 0) at.whole[warp_index()] = sight.keys_of_all(row, smaller(row + kWarpRows, sight.q_length));
   warp_barrier();        // it is there
   if (first < last) copies.load_first(first);

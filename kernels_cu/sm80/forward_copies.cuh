@@ -1,21 +1,25 @@
 // What a block of the forward works on, and how its tiles come into shared memory.
 //
-// Shared memory: Q, three tiles of K, two of V, addends of a step where there are any, the place; a warp's rows of Q become
-// its staging area for the output.
+// Shared memory: Q, three tiles of K (two if kPaired), two of V, what pairs exchange, addends of a step where there are any, the
+// place; a warp's rows of Q become its staging area for the output.
 #pragma once
 #include "attn/schedule.cuh"
 #include "sm80/scores.cuh"
 
-constexpr i32 kWarpRows = kBlockQ / kWarps, kR = kWarpRows / 8, kC = kStep / 4, kO = kHeadDimV / 4;
-constexpr i32 kWideDim = larger(kHeadDim, kHeadDimV);
-static_assert(kBlockQ % (16 * kWarps) == 0 && kBlockKV % kStep == 0 && kStep % 16 == 0, "whole fragments");
+constexpr i32 kParts = kPaired ? 2 : 1, kKeyTiles = kPaired ? 2 : 3;
+constexpr i32 kWarpRows = kBlockQ * kParts / kWarps, kOwnStep = kStep / kParts, kOwnCols = kHeadDimV / kParts;
+constexpr i32 kR = kWarpRows / 8, kC = kOwnStep / 4, kO = kOwnCols / 4, kWideDim = larger(kHeadDim, kHeadDimV);
+static_assert(kWarpRows % 16 == 0 && kBlockKV % kStep == 0 && kOwnStep % 16 == 0, "whole fragments");
+static_assert(!kPaired || kOwnCols % 64 == 0, "whole panels");
 
 using TileQ = Tile<kBlockQ, kWideDim>;     // and the staging area of the output
 using TileK = Tile<kBlockKV, kHeadDim>;
 using TileV = Tile<kBlockKV, kHeadDimV>;
 
 // Offsets in shared memory.
-constexpr i32 kAtK = TileQ::kBytes, kAtV = kAtK + 3 * TileK::kBytes, kAtAddends = kAtV + 2 * TileV::kBytes;
+constexpr i32 kAtK = TileQ::kBytes, kAtV = kAtK + kKeyTiles * TileK::kBytes, kAtPairs = kAtV + 2 * TileV::kBytes;
+constexpr i32 kPairBytes = kPaired ? kWarpRows * kStep * 2 + 64 : 0;      // weights of a step, and whether a warp takes it again
+constexpr i32 kAtAddends = kAtPairs + kWarps * kPairBytes;                // two steps of each pair
 constexpr i32 kAddendBytes = kMaskOrBias ? kWarpRows * Staging<kStep>::kRow * 4 : 0;      // of a warp and step
 constexpr i32 kAtPlace = kAtAddends + kWarps * kAddendBytes, kPlaceBytes = 256, kUsedBytes = kAtPlace + kPlaceBytes;
 static_assert(kUsedBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
@@ -49,7 +53,7 @@ struct Copies {
   ElementRows k, v;
   u32 q_tile;
 
-  CF_DEVICE u32 k_tile(i32 tile) const { return q_tile + kAtK + u32(tile) % 3u * TileK::kBytes; }
+  CF_DEVICE u32 k_tile(i32 tile) const { return q_tile + kAtK + u32(tile) % u32(kKeyTiles) * TileK::kBytes; }
   CF_DEVICE u32 v_tile(i32 tile) const { return q_tile + kAtV + u32(tile) % 2u * TileV::kBytes; }
 
   CF_DEVICE void load_q() const {
@@ -68,8 +72,8 @@ struct Copies {
   // Starts the copies that come before the walk.
   CF_DEVICE void load_first(i32 first) const {
     load_q();
-    load_k(first);
-    load_k(first + 1);
+    CF_UNROLL
+    for (i32 n = 0; n < kKeyTiles - 1; ++n) load_k(first + n);
     load_v(first);
     cp_async_commit_group();
   }

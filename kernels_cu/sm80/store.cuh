@@ -11,6 +11,11 @@ struct Target {
   bool accumulate;
 
   template <class T> CF_DEVICE Rows<T> rows() const { return {static_cast<T*>(base), row_stride, col_stride}; }
+
+  CF_DEVICE Target from_col(i32 col) const {
+    const i64 bytes = col * col_stride * (kind == KindOf<Element>::value ? 2 : 4);
+    return {static_cast<char*>(base) + bytes, row_stride, col_stride, kind, row_stop, col_stop - col, accumulate};
+  }
 };
 
 CF_DEVICE Target target_of(void* data, const Strides& s, i32 kind, const Item& item, i32 head, i32 row_stop, i32 col_stop,

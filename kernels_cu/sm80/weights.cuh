@@ -34,6 +34,20 @@ template <int kRows> struct Weights : OnlineSoftmax<float, kRows, QuadLanes> {
     return absolute(m_log2) < kLargestReference ? -m_log2 : float_of(0x7fc00000u);
   }
 
+  // Rows' maxima take in those of s, whose weights another warp will sum up; `rescale` as in `update`.
+  template <int kCols> CF_DEVICE void raise(const float (&s)[kRows][kCols], float (&rescale)[kRows]) {
+    CF_UNROLL
+    for (int u = 0; u < kRows; ++u) {
+      float top = s[u][0];
+      CF_UNROLL
+      for (int w = 1; w < kCols; ++w) top = maximum(top, s[u][w]);
+      const float new_m = maximum(this->m[u], QuadLanes::max(top));
+      rescale[u] = exponential(this->m[u] - reference_of(new_m));
+      this->m[u] = new_m;
+      this->l[u] *= rescale[u];
+    }
+  }
+
   // A first reference, from the scores times `factor` (natural) of the first step.
   template <int kCols> CF_DEVICE void begin(const float (&s)[kRows][kCols], float factor) {
     CF_UNROLL
@@ -42,10 +56,12 @@ template <int kRows> struct Weights : OnlineSoftmax<float, kRows, QuadLanes> {
       CF_UNROLL
       for (int w = 1; w < kCols; ++w) top = maximum(top, s[u][w]);
       top = QuadLanes::max(top);
-      this->m[u] = top == -Limits<float>::infinity() ? top : times(top, factor);
+      this->m[u] = maximum(this->m[u], top == -Limits<float>::infinity() ? top : times(top, factor));
     }
   }
 };
+
+template <bool kAligned> struct Aligned {};      // whether groups of a tile are groups of the whole matrix
 
 // Which weights of a tile dropout keeps. Rows of a tile are queries, or keys if kTurned.
 struct Dropper {
@@ -61,11 +77,20 @@ struct Dropper {
     limit = (stream.threshold << 16) - 1;      // at p = 1 it drops nothing, but then dropout_scale is 0
   }
 
+  // Calls `drop` with what words_at needs to know: a branch around many groups, so that their rounds run side by side.
+  template <class Drop> CF_DEVICE void for_alignment(Drop drop) const {
+    if (aligned) drop(Aligned<true>{});
+    else drop(Aligned<false>{});
+  }
+
   // The words of the group of 16 x 16 scores at (query, key): word [2 a + b] is for row half a and column half b.
-  template <bool kTurned> CF_DEVICE Words words_at(i32 query, i32 key) const {
-    const Words words = aligned ? philox4x32_7({{col + u32(key) / 4, row + u32(query) / 2, stream.t, stream.offset}},
-                                               stream.key0, stream.key1)
-                                : gathered(query + fragment_row(0), key + fragment_col(0));
+  template <bool kTurned, bool kAligned> CF_DEVICE Words words_at(i32 query, i32 key, Aligned<kAligned>) const {
+    Words words;
+    if constexpr (kAligned) {
+      words = philox4x32_7({{col + u32(key) / 4, row + u32(query) / 2, stream.t, stream.offset}}, stream.key0, stream.key1);
+    } else {
+      words = gathered(query + fragment_row(0), key + fragment_col(0));
+    }
     if constexpr (!kTurned) return words;
     return {{movmatrix_trans(words.word[0]), movmatrix_trans(words.word[2]), movmatrix_trans(words.word[1]),
              movmatrix_trans(words.word[3])}};
@@ -115,18 +140,20 @@ template <int kRows, int kCols>
 CF_DEVICE void score_gradients(float (&s)[kRows][kCols], float (&dp)[kRows][kCols], const float (&delta)[kRows],
                                const Dropper& dropper, float kept_scale, i32 row, i32 col) {
   if constexpr (kDropout) {
-    CF_UNROLL
-    for (int w = 0; w < kCols; w += 4) {
+    dropper.for_alignment([&](auto aligned) {
       CF_UNROLL
-      for (int u = 0; u < kRows; u += 2) {
-        const Words words = dropper.words_at<false>(row + 8 * u, col + 4 * w);
+      for (int w = 0; w < kCols; w += 4) {
         CF_UNROLL
-        for (int n = 0; n < 8; ++n) {
-          float& x = dp[u + n / 4][w + n % 4];
-          x = dropper.drops(words, n / 4, n % 4) ? 0.0f : x * kept_scale;
+        for (int u = 0; u < kRows; u += 2) {
+          const Words words = dropper.words_at<false>(row + 8 * u, col + 4 * w, aligned);
+          CF_UNROLL
+          for (int n = 0; n < 8; ++n) {
+            float& x = dp[u + n / 4][w + n % 4];
+            x = dropper.drops(words, n / 4, n % 4) ? 0.0f : x * kept_scale;
+          }
         }
       }
-    }
+    });
   }
   CF_UNROLL
   for (int u = 0; u < kRows; ++u) {
