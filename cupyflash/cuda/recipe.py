@@ -130,9 +130,10 @@ def _forward_in_runs(config: Any, cc: int, runs: int, sizes: Sizes, layouts: Lay
     form: Any = config_of(config.family, "decode", cc, sizes) if decode else in_runs(config)
     after = config_of(config.family, "combine", cc, sizes)
     record = build_record(sizes, dict(layouts), splits=runs).tobytes()
+    slices = sizes.heads_q * sizes.seqlen_q * max(1, ceil(sizes.head_dim_v, sm80.COMBINED_COLS))
     launches = (
         Launch(form, form.geometry.blocks(form.kernel, sizes, sizes.batch) * runs, record),
-        Launch(after, sizes.batch * ceil(sizes.heads_q * sizes.seqlen_q, after.threads // 32), record),
+        Launch(after, sizes.batch * ceil(slices, after.threads // 32), record),
     )
     return Recipe(launches, (("partials", 0),), 4 * runs * sizes.rows * (sizes.head_dim_v + 1), runs)
 

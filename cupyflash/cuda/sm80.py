@@ -276,6 +276,7 @@ def heads_together(sizes: Sizes) -> int:
 
 MOST_DECODE_ROWS = 32
 MOST_RUNS = 64
+COMBINED_COLS = 32  # of a warp that joins runs
 KEYS_A_RUN, MANY_RUNS = 512, 8  # twice as many keys where they make so many runs
 KEYS_A_QUERY = 8  # with fewer keys for each query there are query tiles enough
 

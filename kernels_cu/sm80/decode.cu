@@ -225,8 +225,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_dec
   const Visibility sight = visibility_of(p, at.item);
   const Interval some = sight.keys_of_some(0, p.seqlen_q);
   const i32 first = some.start / kTileKeys, tiles = larger(0, ceil_div(some.stop, kTileKeys) - first);
-  const i32 start = (first + i32(i64(tiles) * at.split / p.splits)) * kTileKeys;
-  const i32 stop = smaller((first + i32(i64(tiles) * (at.split + 1) / p.splits)) * kTileKeys, some.stop);
+  const i32 start = (first + part_start(tiles, at.split, p.splits)) * kTileKeys;
+  const i32 stop = smaller((first + part_start(tiles, at.split + 1, p.splits)) * kTileKeys, some.stop);
   const u32 shared = tile_address(shared_address(&shared_storage<u8>()));
   Decode decode{p, at, sight, shared, start, stop,
                 rows_of<const Element>(p.call.k, p.k, at.item, at.kv_head),

@@ -354,7 +354,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_for
   const Interval block_keys = sight.keys_of_some(at.block_row, at.block_row + kBlockQ);
   const i32 start = block_keys.start / kBlockKV, tiles = ceil_div(block_keys.stop, kBlockKV) - start;
   const i32 kv_head = at.head / (p.heads_q / p.heads_kv), splits = kSplit ? p.splits : 1;
-  const i32 first = start + i32(i64(tiles) * at.split / splits), last = start + i32(i64(tiles) * (at.split + 1) / splits);
+  const i32 first = start + part_start(tiles, at.split, splits), last = start + part_start(tiles, at.split + 1, splits);
   const Copies copies{p, at, last * kBlockKV, rows_of<const Element>(p.call.k, p.k, at.item, kv_head),
                       rows_of<const Element>(p.call.v, p.v, at.item, kv_head), shared};
   const i32 row = at.block_row + Forward::tile_row();
