@@ -16,7 +16,7 @@
 #include "sm80/weights.cuh"
 
 constexpr i32 kWideDim = larger(kHeadDim, kHeadDimV);
-constexpr bool kKeysInRegisters = kWideDim <= 64 && kPlainScores && !kDropout;      // where they have room
+constexpr bool kKeysInRegisters = kWideDim <= 64 && kPlainScores;      // where they have room
 static_assert(kBlockKV % (16 * kPairs) == 0 && kBlockQ % kStep == 0 && kStep % 16 == 0, "whole fragments");
 
 using TileK = Tile<kBlockKV, kWideDim>;
@@ -120,7 +120,7 @@ struct Pair {
     const i32 head = pass.at(x).head, row = pass.at(x).row + step_row;
     const ScoreRules<true> rules{score_terms_of<float>(p, pass.item, head), pass.sight};
     Scores s, derivative;
-    multiply_keys<TileQ, kHeadDim>(s, shared, q_tile(x), read_q, step_row);
+    multiply_keys<TileQ, kHeadDim>(s, shared, q_tile(x), kDropout ? Reader<TileQ, false>(0, 0, own_lane()) : read_q, step_row);
     const u32 staged = shared + kAtAddends + pair * kAddendBytes;
     if constexpr (kMaskOrBias) {
       const AddendSource source{addends_of(p, pass.item, head), pass.sight.q_length, pass.sight.kv_length};
@@ -152,35 +152,39 @@ struct Pair {
         sent[u][w] = capped ? s[u][w] * derivative[u][w] : s[u][w];
       }
     }
+    round_to(given, sent);
+    if constexpr (kSoftcapOrAlibi) round_to(kept, s);
+    else kept = given;
+    const u32 to = weights_of(x * (kBlockQ / kStep) + step_row / kStep);
     if constexpr (kDropout) {
       const Dropper dropper = dropper_of(p, pass.item, head);
-      dropper.for_alignment([&](auto aligned) {
-        CF_UNROLL
-        for (int w = 0; w < kC; w += 4) {
-          CF_UNROLL
-          for (int u = 0; u < kR; u += 2) {
-            const Words words = dropper.words_at<true>(row + 4 * w, col() + 8 * u, aligned);
-            CF_UNROLL
-            for (int n = 0; n < 8; ++n) {
-              const bool drops = dropper.drops(words, n / 4, n % 4);
-              float& weight = s[u + n / 4][w + n % 4];
-              float& signed_weight = sent[u + n / 4][w + n % 4];
-              weight = drops ? 0.0f : weight;
-              signed_weight = drops ? -signed_weight : signed_weight;
-            }
-          }
-        }
-      });
-    }
-    round_to(given, sent);
-    CF_UNROLL
-    for (int n = 0; n < kStep / 16 * (kR / 2); ++n) {
-      st_shared_128(weights_of(x * (kBlockQ / kStep) + step_row / kStep) + n * 512, given.word[n / (kR / 2)][n % (kR / 2)]);
+      dropper.for_alignment([&](auto aligned) { give(to, given, kept, dropper, row, aligned); });
+    } else {
+      CF_UNROLL
+      for (int n = 0; n < kStep / 16 * (kR / 2); ++n) st_shared_128(to + n * 512, given.word[n / (kR / 2)][n % (kR / 2)]);
     }
     barrier_sync_aligned(1 + pair, 64);      // the weights are there; those of two steps ago have been read
-    if constexpr (kSoftcapOrAlibi || kDropout) round_to(kept, s);
-    else kept = given;
     multiply<TileO, kStep>(dv, kept, o_tile(x), Reader<TileO, true>(0, 0, own_lane()), step_row);
+  }
+
+  // Weights go to the second warp, dropped ones with a sign, and become 0 in `kept`.
+  template <bool kAligned>
+  CF_DEVICE void give(u32 to, const Weighted& given, Weighted& kept, const Dropper& dropper, i32 row, Aligned<kAligned> aligned) const {
+    CF_UNROLL
+    for (int k = 0; k < kStep / 16; ++k) {
+      CF_UNROLL
+      for (int t = 0; t < kR / 2; ++t) {
+        const Words words = dropper.words_at<true>(row + 16 * k, col() + 16 * t, aligned);
+        u32 marked[4];
+        CF_UNROLL
+        for (int x = 0; x < 4; ++x) {
+          const u32 dropped = dropper.dropped(words.word[2 * (x % 2) + x / 2]);
+          marked[x] = given.word[k][t][x] | dropped & 0x80008000u;
+          kept.word[k][t][x] = u32(opaque(kept.word[k][t][x] & ~dropped));      // now, and not where it is used
+        }
+        st_shared_128(to + (k * (kR / 2) + t) * 512, marked);
+      }
+    }
   }
 
   // What the second warp does: dA^T from them, into dk. `meanwhile` is called after the first
@@ -188,7 +192,7 @@ struct Pair {
   template <class Meanwhile, class Leave>
   CF_DEVICE void take_weights(Accumulator& dk, i32 x, i32 step_row, bool whole, Meanwhile meanwhile, Leave leave) const {
     Scores dp;
-    multiply_keys<TileO, kHeadDimV>(dp, shared + kAtV, o_tile(x), read_o, step_row);
+    multiply_keys<TileO, kHeadDimV>(dp, shared + kAtV, o_tile(x), kDropout ? Reader<TileO, false>(0, 0, own_lane()) : read_o, step_row);
     meanwhile();
     const float kept_scale = kDropout ? dropout_scale<float>(p) : 1.0f;
     const u32 delta_at = row_stats(x) + (kBlockQ + step_row + fragment_col(0)) * 4;

@@ -102,6 +102,14 @@ struct Dropper {
     return (x % 2 == 0 ? word << 16 : word) > limit;
   }
 
+  // The dropped halves of a word, all their bits: those whose 16 bits are not below the threshold. Their lower 15 bits are
+  // compared by a subtraction in which no half borrows from the other.
+  CF_DEVICE u32 dropped(u32 word) const {
+    const u32 signs = 0x80008000u, bound = stream.threshold * 0x10001u;
+    const u32 low_reach = (word | signs) - (bound & ~signs), reach = word & ~bound | ~(word ^ bound) & low_reach;
+    return prmt(reach, 0, stream.threshold < 65536 ? 0xbb99u : 0x4444u);
+  }
+
   // The words of a group of this matrix, whose elements fall into other groups of the whole matrix.
   CF_DEVICE Words gathered(i32 i, i32 j) const {
     Words words{};

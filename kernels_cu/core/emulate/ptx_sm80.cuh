@@ -133,6 +133,15 @@ CF_DEVICE float ex2_approx_ftz(float x) {
   return r < 0x1p-126f ? 0.0f : r;
 }
 
+CF_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
+  u32 r = 0;
+  for (u32 n = 0; n < 4; ++n) {
+    const u32 nibble = selector >> (4 * n) & 15, byte = u32((u64(b) << 32 | a) >> (nibble % 8 * 8)) & 0xff;
+    r |= (nibble < 8 ? byte : byte < 0x80 ? 0u : 0xffu) << (8 * n);
+  }
+  return r;
+}
+
 CF_DEVICE void barrier_sync_aligned(i32 id, i32 threads, CF_HERE) {
   emulate::wait_for_named({"barrier_sync_aligned", file, line}, u32(id), u32(threads));
 }
