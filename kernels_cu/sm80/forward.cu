@@ -249,14 +249,20 @@ struct Forward : Copies {
     rescale_out(rescale);
   }
 
-  // A first reference of plain scores, and the products of the first step.
+  // A first reference of plain scores, and the products of the first step. Where the last row sees none of its keys, those of
+  // the next step count too: or that row would have no reference, and two steps would be taken again.
   CF_DEVICE void begin_walk(Scores& s, i32 col) {
     if constexpr (kPaired) {
       begin(s, others(col));
       weights.begin(s, rules.terms.scale);
     }
-    begin(s, own(col));
-    weights.begin(s, rules.terms.scale);
+    const i32 last = smaller(row + kWarpRows, at.sight.q_length) - 1;
+    const bool late = !kPaired && !kDropout && at.sight.keys_of(last).start >= col + kStep && col + kStep < warp_stop;
+    CF_UNROLL_1
+    for (i32 from = late ? col + kStep : own(col); from >= col; from -= kStep) {
+      begin(s, from);
+      weights.begin(s, rules.terms.scale);
+    }
   }
 
   CF_DEVICE void next_tile(i32 tile) {
