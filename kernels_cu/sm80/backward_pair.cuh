@@ -16,7 +16,7 @@
 #include "sm80/weights.cuh"
 
 constexpr i32 kWideDim = larger(kHeadDim, kHeadDimV);
-constexpr bool kKeysInRegisters = kWideDim <= 64 && kPlainScores;      // where they have room
+constexpr bool kKeysInRegisters = kWideDim <= 64 && kPlainScores, kReaders = kWideDim <= 128 && !kDropout;      // where they have room
 static_assert(kBlockKV % (16 * kPairs) == 0 && kBlockQ % kStep == 0 && kStep % 16 == 0, "whole fragments");
 
 using TileK = Tile<kBlockKV, kWideDim>;
@@ -73,8 +73,9 @@ struct Pair {
   CF_DEVICE void load_keys() const {
     const ElementRows k = rows_of<const Element>(p.call.k, p.k, pass.item, pass.work.head);
     const ElementRows v = rows_of<const Element>(p.call.v, p.v, pass.item, pass.work.head);
-    load_tile<TileK>(shared, k, pass.col(), pass.sight.kv_length, p.head_dim, thread_index());
-    load_tile<TileV>(shared + kAtV, v, pass.col(), pass.sight.kv_length, p.head_dim_v, thread_index());
+    const i32 me = kWideDim > 128 ? i32(opaque(thread_index())) : i32(thread_index());
+    load_tile<TileK>(shared, k, pass.col(), pass.sight.kv_length, p.head_dim, me);
+    load_tile<TileV>(shared + kAtV, v, pass.col(), pass.sight.kv_length, p.head_dim_v, me);
   }
 
   // Starts copies of tile x, in the first warps of the pairs.
@@ -120,7 +121,7 @@ struct Pair {
     const i32 head = pass.at(x).head, row = pass.at(x).row + step_row;
     const ScoreRules<true> rules{score_terms_of<float>(p, pass.item, head), pass.sight};
     Scores s, derivative;
-    multiply_keys<TileQ, kHeadDim>(s, shared, q_tile(x), kDropout ? Reader<TileQ, false>(0, 0, own_lane()) : read_q, step_row);
+    multiply_keys<TileQ, kHeadDim>(s, shared, q_tile(x), kReaders ? read_q : Reader<TileQ, false>(0, 0, own_lane()), step_row);
     const u32 staged = shared + kAtAddends + pair * kAddendBytes;
     if constexpr (kMaskOrBias) {
       const AddendSource source{addends_of(p, pass.item, head), pass.sight.q_length, pass.sight.kv_length};
@@ -192,7 +193,7 @@ struct Pair {
   template <class Meanwhile, class Leave>
   CF_DEVICE void take_weights(Accumulator& dk, i32 x, i32 step_row, bool whole, Meanwhile meanwhile, Leave leave) const {
     Scores dp;
-    multiply_keys<TileO, kHeadDimV>(dp, shared + kAtV, o_tile(x), kDropout ? Reader<TileO, false>(0, 0, own_lane()) : read_o, step_row);
+    multiply_keys<TileO, kHeadDimV>(dp, shared + kAtV, o_tile(x), kReaders ? read_o : Reader<TileO, false>(0, 0, own_lane()), step_row);
     meanwhile();
     const float kept_scale = kDropout ? dropout_scale<float>(p) : 1.0f;
     const u32 delta_at = row_stats(x) + (kBlockQ + step_row + fragment_col(0)) * 4;
