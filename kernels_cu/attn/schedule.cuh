@@ -28,7 +28,10 @@ CF_DEVICE TileWork tile_work(u32 block, i32 tiles, i32 splits, i32 heads, bool l
 }
 
 // Where part n of `parts` begins when tiles are shared out: tiles * n / parts, without a product that could overflow.
-CF_DEVICE i32 part_start(i32 tiles, i32 n, i32 parts) { return tiles / parts * n + tiles % parts * n / parts; }
+CF_DEVICE i32 part_start(i32 tiles, i32 n, i32 parts) {
+  const i32 whole = tiles / parts, rest = tiles - whole * parts;
+  return whole * n + (rest == 0 ? 0 : rest * n / parts);
+}
 
 // First tile boundary at or below x.
 CF_DEVICE i32 tile_floor(i32 x, i32 block) { return x / block * block; }

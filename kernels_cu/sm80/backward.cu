@@ -42,7 +42,6 @@ constexpr i32 kDqLeast = ceil_div(kHeadDim, kDqColParts), kDqCols = kDqLeast <= 
 static_assert(kDqCols * kDqColParts >= kHeadDim, "the warps' parts cover it, and none crosses the edge of a panel");
 static_assert(kBlockQ % kRowBlock == 0 && kDqRows % 16 == 0, "whole blocks of rows, whole fragments");
 
-constexpr bool kLongTiles = kWideDim > 128;      // few keys a block, and much to do for each query
 using TileS = Tile<kBlockKV, kBlockQ>;     // dA^T
 constexpr i32 kUsedBytes = kPairsEnd + 3 * TileS::kBytes;
 static_assert(kUsedBytes + 128 == kSharedBytes && kPairsEnd % 128 == 0, "the launch gives as much, and room to align");
@@ -169,8 +168,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_bac
   if (thread_index() == 0) {
     // Blocks that this one waits for have lower numbers, and run.
     const u32 block = kOrdered ? increment(static_cast<u32*>(p.call.turns)) : block_index();
-    pass.upward = kOrdered && kLongTiles && p.call.right < kUnbounded;
-    pass.work = place_of(p, block, pass.upward);
+    pass.turned = kOrdered && p.call.right < kUnbounded;
+    pass.work = place_of(p, block, pass.upward());
   }
   const i32 warp = uniform(warp_index());
   Backward backward{{p, pass, shared, warp % kPairs}};

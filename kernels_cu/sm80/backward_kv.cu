@@ -59,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_bac
   const u32 shared = tile_address(shared_address(storage));
   Pass& pass = *reinterpret_cast<Pass*>(storage + (shared - shared_address(storage)) + kAtPass);
   if (thread_index() == 0) {
-    pass.upward = false;
+    pass.turned = false;
     pass.work = place_of(p, block_index(), false);
   }
   const i32 warp = uniform(warp_index());

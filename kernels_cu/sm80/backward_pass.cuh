@@ -6,6 +6,7 @@
 #include "sm80/scores.cuh"
 
 constexpr i32 kPairs = kWarps / 2, kPairRows = kBlockKV / kPairs, kR = kPairRows / 8, kC = kStep / 4;
+constexpr bool kLongTiles = larger(kHeadDim, kHeadDimV) > 128;      // few keys a block, and much to do for each query
 
 // The blocks of p.splits heads take turns, so that those of one head start one after the other, as their turns come: from the
 // first keys of the head to its last, or from the last to the first.
@@ -36,7 +37,7 @@ struct Pass {
   Visibility sight;
   i32 first_row, last_row, tiles;      // first queries of the first and the last tile; tiles of all heads
   i32 group;                           // heads that share keys
-  i32 upward;                          // whether queries come from the first to the last, and blocks from the last keys
+  i32 turned;                          // see `upward`
   Interval whole[kPairs];              // queries that see every key of a pair
   Cursor cursors[8];                   // of tile x at x % 8: of the one to be copied after the next, to the one before last
   Head heads[8];                       // of these, by head % 8
@@ -45,11 +46,14 @@ struct Pass {
   CF_DEVICE const Head& head(i32 x) const { return heads[cursors[x % 8].head % 8]; }
   CF_DEVICE i32 col() const { return work.tile * kBlockKV; }      // the first key of the block
 
+  // Whether queries come from the first to the last, and blocks from the last keys.
+  CF_DEVICE bool upward() const { return kLongTiles && turned != 0; }
+
   // How many blocks that started before this one add to the dq of the tile at `row`.
   CF_DEVICE u32 earlier(i32 row) const {
-    if (!upward && sight.left >= kUnbounded) return work.tile;
+    if (!upward() && sight.left >= kUnbounded) return work.tile;
     const Interval keys = sight.keys_of_some(row, row + kBlockQ);
-    return upward ? ceil_div(keys.stop, kBlockKV) - 1 - work.tile : work.tile - keys.start / kBlockKV;
+    return upward() ? ceil_div(keys.stop, kBlockKV) - 1 - work.tile : work.tile - keys.start / kBlockKV;
   }
 
   CF_DEVICE void begin(const Params& p, u32 loop) {
@@ -66,7 +70,7 @@ struct Pass {
 
   // What is not needed at once: the first tile, and what pair n sees.
   CF_DEVICE void begin_first_tile(const Params& p) {
-    cursors[0] = {work.head * group, upward ? first_row : last_row};
+    cursors[0] = {work.head * group, upward() ? first_row : last_row};
     begin_head(p, cursors[0].head);
   }
   CF_DEVICE void begin_pair(i32 n) {
@@ -77,9 +81,9 @@ struct Pass {
   // After tile x - 1 comes tile x.
   CF_DEVICE void begin_tile(const Params& p, i32 x) {
     Cursor next = at(x - 1);
-    next.row += upward ? kBlockQ : -kBlockQ;
+    next.row += upward() ? kBlockQ : -kBlockQ;
     if (next.row < first_row || next.row > last_row) {
-      next = {next.head + 1, upward ? first_row : last_row};
+      next = {next.head + 1, upward() ? first_row : last_row};
       begin_head(p, next.head);
     }
     cursors[x % 8] = next;

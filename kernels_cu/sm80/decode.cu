@@ -31,7 +31,7 @@ struct Place {
   CF_DEVICE Place(const Params& p, u32 block) {
     rows = p.heads_q / p.heads_kv * p.seqlen_q;
     Digits digits{block};      // all heads of a run together: often their keys lie side by side
-    first_row = digits.take(ceil_div(rows, kTileRows)) * kTileRows;
+    first_row = rows <= kTileRows ? 0 : digits.take(ceil_div(rows, kTileRows)) * kTileRows;
     kv_head = digits.take(p.heads_kv);
     split = digits.take(p.splits);
     item = item_at(p, digits.rest, 0);
@@ -45,8 +45,9 @@ struct Query {
 
   CF_DEVICE Query(const Params& p, const Place& at, i32 tile_row, i32 q_length) {
     const i32 number = at.first_row + tile_row, last = smaller(number, at.rows - 1);
-    head = at.kv_head * (p.heads_q / p.heads_kv) + last / p.seqlen_q;
-    row = last % p.seqlen_q;
+    const i32 of_group = p.seqlen_q == 1 ? last : last / p.seqlen_q;
+    head = at.kv_head * (p.heads_q / p.heads_kv) + of_group;
+    row = last - of_group * p.seqlen_q;
     exists = number < at.rows;
     live = exists && row < q_length;
   }

@@ -256,11 +256,16 @@ struct Forward : Copies {
       begin(s, others(col));
       weights.begin(s, rules.terms.scale);
     }
-    const i32 last = smaller(row + kWarpRows, at.sight.q_length) - 1;
-    const bool late = !kPaired && !kDropout && at.sight.keys_of(last).start >= col + kStep && col + kStep < warp_stop;
-    CF_UNROLL_1
-    for (i32 from = late ? col + kStep : own(col); from >= col; from -= kStep) {
-      begin(s, from);
+    if constexpr (!kPaired && !kDropout) {
+      const i32 last = smaller(row + kWarpRows, at.sight.q_length) - 1;
+      const bool late = at.sight.keys_of(last).start >= col + kStep && col + kStep < warp_stop;
+      CF_UNROLL_1
+      for (i32 from = late ? col + kStep : col; from >= col; from -= kStep) {
+        begin(s, from);
+        weights.begin(s, rules.terms.scale);
+      }
+    } else {
+      begin(s, own(col));
       weights.begin(s, rules.terms.scale);
     }
   }
