@@ -106,7 +106,7 @@ struct Forward : Copies {
     float reference[kR], sum[kR];
     Words words[kR / 2];
     CF_UNROLL
-    for (int u = 0; u < kR; ++u) reference[u] = weights.negative_reference(u), sum[u] = 0.0f;
+    for (int u = 0; u < kR; ++u) reference[u] = weights.negative_reference(u, kPaired), sum[u] = 0.0f;
     const auto part = [&](int n, auto... aligned) {
       CF_UNROLL
       for (int quad = n * kQuads / kParts; quad < (n + 1) * kQuads / kParts; ++quad) {
@@ -227,8 +227,13 @@ struct Forward : Copies {
 
   // The same without looking ahead.
   CF_DEVICE void step(Scores& s, i32 col) {
-    if (!kPlainScores || col != warp_start) begin(s, own(col));
-    if (!kPlainScores && col == warp_start) weights.begin(s, 1.0f);
+    if constexpr (kPaired) {
+      if (weights.wait_for_first()) begin_rows(s, col);
+      else begin(s, own(col));
+    } else {
+      if (!kPlainScores || col != warp_start) begin(s, col);
+      if (!kPlainScores && col == warp_start) weights.begin(s, 1.0f);
+    }
     if (!optimistic<false>(s, s, own(col))) {
       if constexpr (kPaired) raise_to_others(s, col);
       multiply_scores(s, own(col), [](int) {});
@@ -244,19 +249,16 @@ struct Forward : Copies {
     multiply_scores(s, others(col), [](int) {});
     rules.scale(s, unused, row, others(col), staging);
     select(s, others(col));
-    float rescale[kR];
-    weights.raise(s, rescale);
+    float top[kR], rescale[kR];
+    weights.tops_of(top, s);
+    weights.raise(top, rescale);
     rescale_out(rescale);
   }
 
   // A first reference of plain scores, and the products of the first step. Where the last row sees none of its keys, those of
   // the next step count too: or that row would have no reference, and two steps would be taken again.
   CF_DEVICE void begin_walk(Scores& s, i32 col) {
-    if constexpr (kPaired) {
-      begin(s, others(col));
-      weights.begin(s, rules.terms.scale);
-    }
-    if constexpr (!kPaired && !kDropout) {
+    if constexpr (!kDropout) {
       const i32 last = smaller(row + kWarpRows, at.sight.q_length) - 1;
       const bool late = at.sight.keys_of(last).start >= col + kStep && col + kStep < warp_stop;
       CF_UNROLL_1
@@ -265,8 +267,22 @@ struct Forward : Copies {
         weights.begin(s, rules.terms.scale);
       }
     } else {
-      begin(s, own(col));
+      begin(s, col);
       weights.begin(s, rules.terms.scale);
+    }
+  }
+
+  // The same for a pair, in every step in which some row has seen nothing yet.
+  CF_DEVICE void begin_rows(Scores& s, i32 col) {
+    float top[kR], own_top[kR];
+    begin(s, others(col));
+    weights.tops_of(top, s);
+    begin(s, own(col));
+    weights.tops_of(own_top, s);
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      const float both = maximum(top[u], own_top[u]);
+      if (weights.m[u] == -Limits<float>::infinity() && both > weights.m[u]) weights.m[u] = times(both, rules.terms.scale);
     }
   }
 
@@ -285,7 +301,7 @@ struct Forward : Copies {
     for (i32 col = first * kBlockKV - (kMaskOrBias ? kStep : 0); col < key_stop; col += kStep) {
       if (col % kBlockKV == 0) next_tile(col / kBlockKV);
       if (col == first * kBlockKV && p.call.scale < 0.0) negate_q();
-      if (kHeld && col == first * kBlockKV) load_operand(own_q, q_tile, read_q, 0);
+      if (kHeld && col == first * kBlockKV) load_operand(own_q, q_tile, Reader<TileQ, true>(tile_row(), 0, u32(opaque(lane_index()))), 0);
       const bool mine = col >= warp_start && col < warp_stop;
       if constexpr (kMaskOrBias) {
         const bool any = mine && at.addends.lay_out(coming, staging, row, col);
@@ -293,7 +309,7 @@ struct Forward : Copies {
         if (!any) continue;      // they forbid all of it
       }
       if (!mine) continue;
-      if (kPlainScores && col == warp_start) begin_walk(s, col);
+      if (!kPaired && kPlainScores && col == warp_start) begin_walk(s, col);
       if constexpr (kAhead) step_ahead(s, col);
       else step(s, col);
     }
