@@ -298,6 +298,7 @@ def cut(geometry: Geometry) -> Geometry:
         block_q=64,
         block_kv=block_kv,
         step=min(geometry.step, block_kv),
+        paired=False,
         split=True,
     )
     return small._replace(occupancy=2 if small.shared_bytes("forward", 4) <= HALF_SHARED else 1)

@@ -16,7 +16,8 @@
 #include "sm80/weights.cuh"
 
 constexpr i32 kWideDim = larger(kHeadDim, kHeadDimV);
-constexpr bool kKeysInRegisters = kWideDim <= 64 && kPlainScores, kReaders = kWideDim <= 128 && !kDropout;      // where they have room
+// What stays in registers, where they have room: the pair's keys; where a lane reads tiles.
+constexpr bool kKeysInRegisters = kWideDim <= 64 && kPlainScores, kReaders = kWideDim <= 128 && !kDropout;
 static_assert(kBlockKV % (16 * kPairs) == 0 && kBlockQ % kStep == 0 && kStep % 16 == 0, "whole fragments");
 
 using TileK = Tile<kBlockKV, kWideDim>;
@@ -121,7 +122,8 @@ struct Pair {
     const i32 head = pass.at(x).head, row = pass.at(x).row + step_row;
     const ScoreRules<true> rules{score_terms_of<float>(p, pass.item, head), pass.sight};
     Scores s, derivative;
-    multiply_keys<TileQ, kHeadDim>(s, shared, q_tile(x), kReaders ? read_q : Reader<TileQ, false>(0, 0, own_lane()), step_row);
+    const Reader<TileQ, false> own_read = kReaders ? read_q : Reader<TileQ, false>(0, 0, own_lane());
+    multiply_keys<TileQ, kHeadDim>(s, shared, q_tile(x), own_read, step_row);
     const u32 staged = shared + kAtAddends + pair * kAddendBytes;
     if constexpr (kMaskOrBias) {
       const AddendSource source{addends_of(p, pass.item, head), pass.sight.q_length, pass.sight.kv_length};
@@ -169,8 +171,8 @@ struct Pair {
   }
 
   // Weights go to the second warp, dropped ones with a sign, and become 0 in `kept`.
-  template <bool kAligned>
-  CF_DEVICE void give(u32 to, const Weighted& given, Weighted& kept, const Dropper& dropper, i32 row, Aligned<kAligned> aligned) const {
+  template <class Groups>
+  CF_DEVICE void give(u32 to, const Weighted& given, Weighted& kept, const Dropper& dropper, i32 row, Groups aligned) const {
     CF_UNROLL
     for (int k = 0; k < kStep / 16; ++k) {
       CF_UNROLL
@@ -193,7 +195,8 @@ struct Pair {
   template <class Meanwhile, class Leave>
   CF_DEVICE void take_weights(Accumulator& dk, i32 x, i32 step_row, bool whole, Meanwhile meanwhile, Leave leave) const {
     Scores dp;
-    multiply_keys<TileO, kHeadDimV>(dp, shared + kAtV, o_tile(x), kReaders ? read_o : Reader<TileO, false>(0, 0, own_lane()), step_row);
+    const Reader<TileO, false> own_read = kReaders ? read_o : Reader<TileO, false>(0, 0, own_lane());
+    multiply_keys<TileO, kHeadDimV>(dp, shared + kAtV, o_tile(x), own_read, step_row);
     meanwhile();
     const float kept_scale = kDropout ? dropout_scale<float>(p) : 1.0f;
     const u32 delta_at = row_stats(x) + (kBlockQ + step_row + fragment_col(0)) * 4;

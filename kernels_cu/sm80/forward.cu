@@ -9,15 +9,17 @@
 // nothing at D 64 and 256; kHeld 1.814 to 1.770 at D 64, with dropout 2.967 to 2.812; with dropout a step of 64 keys
 // instead of 32 2.276 to 1.964 at D 128. What a warp walks read from shared memory in every step: 3 to 5 % slower.
 // With dropout, one branch on alignment for all groups of a step instead of one for each (2026-11-30): 1.987 to 1.792 at
-// D 128, 2.824 to 2.376 at D 64. Compute that starts before K(j + 1) and V(j) of the first tile are there: nothing.
+// D 128, 2.824 to 2.376 at D 64. Products that start before K(j + 1) and V(j) of the first tile are there: nothing.
+// A first reference from two steps where rows see nothing in the first: window of 512 0.340 to 0.278 at D 128, 0.440 to
+// 0.339 at D 64; shorter steps, or tiles of 64 queries, then are slower.
 //
 //   tile j        | wait for K(j + 1), V(j); start copies of K(j + 2), V(j + 1)
 //     each step i | S = Q K^T    P = exp(S), dropout    check    O += P V
 //
-// With kPaired two warps share twice as many rows: each computes the weights of half of a step's keys and leaves them to both in
-// shared memory, and owns half of the output's columns. So a warp reads half of K and half of V: at head dim 256 shared
-// memory, not the tensor cores, is the limit: 1.816 to 1.625 ms, under a causal mask 1.044 to 0.944 (L 4096; at L 1024 0.494 to
-// 0.456, 0.312 to 0.297). Queries in registers and steps of 32 keys instead: 1.838; products ahead as well: 2.053.
+// With kPaired two warps share twice as many rows: each computes the weights of half of a step's keys and leaves them to
+// both in shared memory, and owns half of the output's columns. So a warp reads half of K and half of V: at head dim 256
+// shared memory, not the tensor cores, is the limit: 1.816 to 1.625 ms, under a causal mask 1.044 to 0.944 (L 4096; at
+// L 1024 0.494 to 0.456, 0.312 to 0.297). Queries in registers and steps of 32 keys instead: 1.838; products ahead: 2.053.
 //
 //     each step i | S = Q K^T    P = exp(S)    check    P -> shared    # pair    P <- shared    O += P V
 #include "sm80/forward_copies.cuh"
@@ -44,7 +46,7 @@ struct Forward : Copies {
   u32 staging;                         // of the warp
   AddendBatch<kWarpRows, kMaskOrBias ? kStep : 16> coming;      // of the next step
 
-  // Of a pair's two warps: which one this is, and the first of their rows in the tile.
+  // Which of a pair's two warps this is, and the first of their rows in the tile.
   static CF_DEVICE i32 part() { return i32(warp_index()) % kParts; }
   static CF_DEVICE i32 tile_row() { return i32(warp_index()) / kParts * kWarpRows; }
   static CF_DEVICE i32 own(i32 col) { return col + part() * kOwnStep; }                      // of the step at `col`
@@ -255,8 +257,8 @@ struct Forward : Copies {
     rescale_out(rescale);
   }
 
-  // A first reference of plain scores, and the products of the first step. Where the last row sees none of its keys, those of
-  // the next step count too: or that row would have no reference, and two steps would be taken again.
+  // A first reference of plain scores, and the products of the first step. Where the last row sees none of its keys, those
+  // of the next step count too: or that row would have no reference, and two steps would be taken again.
   CF_DEVICE void begin_walk(Scores& s, i32 col) {
     if constexpr (!kDropout) {
       const i32 last = smaller(row + kWarpRows, at.sight.q_length) - 1;
@@ -301,7 +303,10 @@ struct Forward : Copies {
     for (i32 col = first * kBlockKV - (kMaskOrBias ? kStep : 0); col < key_stop; col += kStep) {
       if (col % kBlockKV == 0) next_tile(col / kBlockKV);
       if (col == first * kBlockKV && p.call.scale < 0.0) negate_q();
-      if (kHeld && col == first * kBlockKV) load_operand(own_q, q_tile, Reader<TileQ, true>(tile_row(), 0, u32(opaque(lane_index()))), 0);
+      if (kHeld && col == first * kBlockKV) {
+        const Reader<TileQ, true> read_once(tile_row(), 0, u32(opaque(lane_index())));
+        load_operand(own_q, q_tile, read_once, 0);
+      }
       const bool mine = col >= warp_start && col < warp_stop;
       if constexpr (kMaskOrBias) {
         const bool any = mine && at.addends.lay_out(coming, staging, row, col);
@@ -336,7 +341,8 @@ struct Forward : Copies {
       const bool writes = to.lse != nullptr && part() == 0 && lane_index() % 4 == 0;
       if (writes && i < p.seqlen_q) to.lse[i * to.lse_stride] = live ? lse : none;
     }
-    store_tile<TileQ>(out, to.out.from_col(part() * kOwnCols), row, q_tile + part() * (kOwnCols / 64) * TileQ::kPanelBytes, tile_row());
+    const u32 own_panels = q_tile + part() * (kOwnCols / 64) * TileQ::kPanelBytes;
+    store_tile<TileQ>(out, to.out.from_col(part() * kOwnCols), row, own_panels, tile_row());
   }
 
   // The sums of a pair's rows over the keys of both.

@@ -28,8 +28,8 @@ constexpr float kLargestSum = 32768.0f, kLargestReference = 32768.0f;
 template <int kRows> struct Weights : OnlineSoftmax<float, kRows, QuadLanes> {
   using Exact = OnlineSoftmax<float, kRows, QuadLanes>;
 
-  // -m in base 2, NaN where the optimistic step cannot be taken; 0 in a row that has seen nothing and, `begun`, sees nothing in
-  // this step either.
+  // -m in base 2, NaN where the optimistic step cannot be taken; 0 in a row that has seen nothing and, `begun`, sees nothing
+  // in this step either.
   CF_DEVICE float negative_reference(int u, bool begun) const {
     const float m_log2 = this->m[u] * kLog2e;
     if (begun && this->m[u] == -Limits<float>::infinity()) return 0.0f;
