@@ -11,7 +11,8 @@
 // With dropout, one branch on alignment for all groups of a step instead of one for each (2026-11-30): 1.987 to 1.792 at
 // D 128, 2.824 to 2.376 at D 64. Products that start before K(j + 1) and V(j) of the first tile are there: nothing.
 // A first reference from two steps where rows see nothing in the first: window of 512 0.340 to 0.278 at D 128, 0.440 to
-// 0.339 at D 64; shorter steps, or tiles of 64 queries, then are slower.
+// 0.339 at D 64; shorter steps, or tiles of 64 queries, then are slower. Pairs do not do so (0.332 without them to 0.353):
+// a look in every step whether rows still wait for their first key costs them 8 % of everything else.
 //
 //   tile j        | wait for K(j + 1), V(j); start copies of K(j + 2), V(j + 1)
 //     each step i | S = Q K^T    P = exp(S), dropout    check    O += P V
@@ -108,7 +109,7 @@ struct Forward : Copies {
     float reference[kR], sum[kR];
     Words words[kR / 2];
     CF_UNROLL
-    for (int u = 0; u < kR; ++u) reference[u] = weights.negative_reference(u, kPaired), sum[u] = 0.0f;
+    for (int u = 0; u < kR; ++u) reference[u] = weights.negative_reference(u), sum[u] = 0.0f;
     const auto part = [&](int n, auto... aligned) {
       CF_UNROLL
       for (int quad = n * kQuads / kParts; quad < (n + 1) * kQuads / kParts; ++quad) {
@@ -229,13 +230,8 @@ struct Forward : Copies {
 
   // The same without looking ahead.
   CF_DEVICE void step(Scores& s, i32 col) {
-    if constexpr (kPaired) {
-      if (weights.wait_for_first()) begin_rows(s, col);
-      else begin(s, own(col));
-    } else {
-      if (!kPlainScores || col != warp_start) begin(s, col);
-      if (!kPlainScores && col == warp_start) weights.begin(s, 1.0f);
-    }
+    if (!kPlainScores || col != warp_start) begin(s, own(col));
+    if (!kPlainScores && col == warp_start) weights.begin(s, 1.0f);
     if (!optimistic<false>(s, s, own(col))) {
       if constexpr (kPaired) raise_to_others(s, col);
       multiply_scores(s, own(col), [](int) {});
@@ -251,16 +247,19 @@ struct Forward : Copies {
     multiply_scores(s, others(col), [](int) {});
     rules.scale(s, unused, row, others(col), staging);
     select(s, others(col));
-    float top[kR], rescale[kR];
-    weights.tops_of(top, s);
-    weights.raise(top, rescale);
+    float rescale[kR];
+    weights.raise(s, rescale);
     rescale_out(rescale);
   }
 
   // A first reference of plain scores, and the products of the first step. Where the last row sees none of its keys, those
   // of the next step count too: or that row would have no reference, and two steps would be taken again.
   CF_DEVICE void begin_walk(Scores& s, i32 col) {
-    if constexpr (!kDropout) {
+    if constexpr (kPaired) {
+      begin(s, others(col));
+      weights.begin(s, rules.terms.scale);
+    }
+    if constexpr (!kPaired && !kDropout) {
       const i32 last = smaller(row + kWarpRows, at.sight.q_length) - 1;
       const bool late = at.sight.keys_of(last).start >= col + kStep && col + kStep < warp_stop;
       CF_UNROLL_1
@@ -269,22 +268,8 @@ struct Forward : Copies {
         weights.begin(s, rules.terms.scale);
       }
     } else {
-      begin(s, col);
+      begin(s, own(col));
       weights.begin(s, rules.terms.scale);
-    }
-  }
-
-  // The same for a pair, in every step in which some row has seen nothing yet.
-  CF_DEVICE void begin_rows(Scores& s, i32 col) {
-    float top[kR], own_top[kR];
-    begin(s, others(col));
-    weights.tops_of(top, s);
-    begin(s, own(col));
-    weights.tops_of(own_top, s);
-    CF_UNROLL
-    for (int u = 0; u < kR; ++u) {
-      const float both = maximum(top[u], own_top[u]);
-      if (weights.m[u] == -Limits<float>::infinity() && both > weights.m[u]) weights.m[u] = times(both, rules.terms.scale);
     }
   }
 
@@ -314,7 +299,7 @@ struct Forward : Copies {
         if (!any) continue;      // they forbid all of it
       }
       if (!mine) continue;
-      if (!kPaired && kPlainScores && col == warp_start) begin_walk(s, col);
+      if (kPlainScores && col == warp_start) begin_walk(s, col);
       if constexpr (kAhead) step_ahead(s, col);
       else step(s, col);
     }

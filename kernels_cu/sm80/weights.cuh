@@ -28,38 +28,20 @@ constexpr float kLargestSum = 32768.0f, kLargestReference = 32768.0f;
 template <int kRows> struct Weights : OnlineSoftmax<float, kRows, QuadLanes> {
   using Exact = OnlineSoftmax<float, kRows, QuadLanes>;
 
-  // -m in base 2, NaN where the optimistic step cannot be taken; 0 in a row that has seen nothing and, `begun`, sees nothing
-  // in this step either.
-  CF_DEVICE float negative_reference(int u, bool begun) const {
+  // -m in base 2, NaN where the optimistic step cannot be taken.
+  CF_DEVICE float negative_reference(int u) const {
     const float m_log2 = this->m[u] * kLog2e;
-    if (begun && this->m[u] == -Limits<float>::infinity()) return 0.0f;
     return absolute(m_log2) < kLargestReference ? -m_log2 : float_of(0x7fc00000u);
   }
 
-  // Whether some row of the warp has seen nothing yet.
-  CF_DEVICE bool wait_for_first() const {
-    bool none = false;
-    CF_UNROLL
-    for (int u = 0; u < kRows; ++u) none |= this->m[u] == -Limits<float>::infinity();
-    return vote_any(none);
-  }
-
-  // The largest of each row of s.
-  template <int kCols> static CF_DEVICE void tops_of(float (&top)[kRows], const float (&s)[kRows][kCols]) {
+  // Rows' maxima take in those of s, whose weights another warp will sum up; `rescale` as in `update`.
+  template <int kCols> CF_DEVICE void raise(const float (&s)[kRows][kCols], float (&rescale)[kRows]) {
     CF_UNROLL
     for (int u = 0; u < kRows; ++u) {
-      top[u] = s[u][0];
+      float top = s[u][0];
       CF_UNROLL
-      for (int w = 1; w < kCols; ++w) top[u] = maximum(top[u], s[u][w]);
-      top[u] = QuadLanes::max(top[u]);
-    }
-  }
-
-  // Rows' maxima become at least `top`, of scores whose weights another warp will sum up; `rescale` as in `update`.
-  CF_DEVICE void raise(const float (&top)[kRows], float (&rescale)[kRows]) {
-    CF_UNROLL
-    for (int u = 0; u < kRows; ++u) {
-      const float new_m = maximum(this->m[u], top[u]);
+      for (int w = 1; w < kCols; ++w) top = maximum(top, s[u][w]);
+      const float new_m = maximum(this->m[u], QuadLanes::max(top));
       rescale[u] = exponential(this->m[u] - reference_of(new_m));
       this->m[u] = new_m;
       this->l[u] *= rescale[u];
