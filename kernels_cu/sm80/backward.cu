@@ -33,6 +33,10 @@
 // then queries upward 0.960 / 3.006 / 11.24; in no order 1.543 / 5.443, 0.916 / 2.797 / 10.42. One count a block instead of
 // one a pair, a tile later: 1.581 / 5.683. All of this is slower at D 128 (causal 2.333 to 2.558) and no faster at D 64.
 //
+// With dropout, whole backward, L 4096, D 128 / D 64: 6.14 / 8.70; one branch on alignment for all groups of a step 5.66 /
+// 7.87; masks of rounded pairs instead of weights twice 5.91 (steps of 32), then steps of 64 queries and, at D 64, keys in
+// registers 5.59 / 7.39. At D 256 one kernel instead of two: 10.48 to 5.95.
+//
 // Shared memory: that of the pairs, three tiles of dA^T.
 #include "sm80/backward_pair.cuh"
 

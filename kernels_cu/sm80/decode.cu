@@ -7,6 +7,10 @@
 //   warp, slice n | wait for n; start copies of n + kStages - 1    S = Q K^T    P = exp(S), dropout    O += P V
 //   block         | # lse, O of all warps # joined
 //
+// Measured (H200, 2026-11-30, bfloat16, 32 heads over 8, D 128; 16 x 8192 keys, then 1 x 8192, us with the joining): as it is
+// 138.6, 23.7; four blocks of two warps 137.9, 36.4; runs of 2048 keys 135.7, 37.0; of 512 142.7, 24.2; four stages, or six
+// blocks of two warps and two stages 148 and 152. Of that 6 and 4 us go to the joining.
+//
 // Shared memory: Q; the stages of each warp (K, V), which its O takes at the end; lse.
 #include "attn/schedule.cuh"
 #include "sm80/weights.cuh"
