@@ -255,10 +255,6 @@ struct Forward : Copies {
   // A first reference of plain scores, and the products of the first step. Where the last row sees none of its keys, those
   // of the next step count too: or that row would have no reference, and two steps would be taken again.
   CF_DEVICE void begin_walk(Scores& s, i32 col) {
-    if constexpr (kPaired) {
-      begin(s, others(col));
-      weights.begin(s, rules.terms.scale);
-    }
     if constexpr (!kPaired && !kDropout) {
       const i32 last = smaller(row + kWarpRows, at.sight.q_length) - 1;
       const bool late = at.sight.keys_of(last).start >= col + kStep && col + kStep < warp_stop;
@@ -270,7 +266,20 @@ struct Forward : Copies {
     } else {
       begin(s, own(col));
       weights.begin(s, rules.terms.scale);
+      if constexpr (kPaired) share_references(exchange(col + kStep));
     }
+  }
+
+  // The larger one of a pair's two references of a row; what lies at `place` is needed in the next step.
+  CF_DEVICE void share_references(u32 place) {
+    const u32 mine = place + part() * kWarpRows * 4, other = place + (1 - part()) * kWarpRows * 4;
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      if (lane_index() % 4 == 0) st_shared_32(mine + fragment_row(u) * 4, bits_of(weights.m[u]));
+    }
+    pair_barrier();          // the references are there
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) weights.m[u] = maximum(weights.m[u], ld_shared_f32(other + fragment_row(u) * 4));
   }
 
   CF_DEVICE void next_tile(i32 tile) {
