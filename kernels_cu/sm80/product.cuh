@@ -37,12 +37,11 @@ CF_DEVICE void load_operand(Operand<kRowTiles, kDepth>& a, u32 tile, const Reade
   }
 }
 
-// acc = a b^T over kDepth columns: `load_a(left, k)` gives the row tiles of a for columns [16 k, 16 k + 16), b is the
+// acc += a b^T over kDepth columns: `load_a(left, k)` gives the row tiles of a for columns [16 k, 16 k + 16), b is the
 // rows from b_row of tile `b`. `meanwhile(k)` is called once a step, so that other work may fill the gaps.
 template <class TileB, int kDepth, int kRows, int kCols, class LoadA, class Meanwhile>
-CF_DEVICE void multiply_by_transposed(float (&acc)[kRows][kCols], LoadA load_a, u32 b, const Reader<TileB, false>& read_b,
-                                      i32 b_row, Meanwhile meanwhile) {
-  clear(acc);
+CF_DEVICE void add_product_by_transposed(float (&acc)[kRows][kCols], LoadA load_a, u32 b,
+                                         const Reader<TileB, false>& read_b, i32 b_row, Meanwhile meanwhile) {
   CF_UNROLL
   for (int k = 0; k < kDepth / 16; ++k) {
     u32 left[kRows / 2][4];
@@ -56,6 +55,14 @@ CF_DEVICE void multiply_by_transposed(float (&acc)[kRows][kCols], LoadA load_a, 
     }
     meanwhile(k);
   }
+}
+
+// The same in place of what acc holds.
+template <class TileB, int kDepth, int kRows, int kCols, class LoadA, class Meanwhile>
+CF_DEVICE void multiply_by_transposed(float (&acc)[kRows][kCols], LoadA load_a, u32 b, const Reader<TileB, false>& read_b,
+                                      i32 b_row, Meanwhile meanwhile) {
+  clear(acc);
+  add_product_by_transposed<TileB, kDepth>(acc, load_a, b, read_b, b_row, meanwhile);
 }
 
 // Rounds a tile; row tile t, columns [16 k, 16 k + 16) become word[k][t].

@@ -48,6 +48,13 @@ template <bool kTurned> struct ScoreRules {
   // `derivative` (d(c) / d(a)) is left alone when nothing caps.
   template <int kRows, int kCols>
   CF_DEVICE void scale(float (&s)[kRows][kCols], float (&derivative)[kRows][kCols], i32 row, i32 col, u32 staged) const {
+    scale_alone(s, derivative, row, col);
+    if constexpr (kMaskOrBias) add_staged<kTurned>(s, staged);
+  }
+
+  // The same without the addends.
+  template <int kRows, int kCols>
+  CF_DEVICE void scale_alone(float (&s)[kRows][kCols], float (&derivative)[kRows][kCols], i32 row, i32 col) const {
     CF_UNROLL
     for (int u = 0; u < kRows; ++u) {
       CF_UNROLL
@@ -69,7 +76,6 @@ template <bool kTurned> struct ScoreRules {
         }
       }
     }
-    if constexpr (kMaskOrBias) add_staged<kTurned>(s, staged);
   }
 
   // |i + offset - j|
