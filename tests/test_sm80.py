@@ -220,3 +220,32 @@ def test_what_lies_past_the_queries_reaches_no_gradient(one_kernel):
     (out, _), vjp = vjp_on(Machine(compute_capability=80))(q, k, v, return_lse=True, wrt=wrt, **given)
     found = vjp(out, None)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found if x is not None)
+
+
+BIASES = {
+    "whole": ((2, 4, 140, 264), BFLOAT16),
+    "over the batch": ((4, 140, 264), np.float32),
+    "over heads": ((2, 1, 140, 264), np.float16),
+    "keys alone": ((2, 1, 1, 264), BFLOAT16),
+    "queries alone": ((4, 140, 1), np.float64),
+    "a number a head": ((4, 1, 1), np.float32),
+    "a number": ((1,), BFLOAT16),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=() if x == "over the batch" else pytest.mark.slow) for x in BIASES]
+)
+@pytest.mark.parametrize("cc", [80, *(pytest.param(x, marks=pytest.mark.slow) for x in (89, 100))])
+def test_the_gradient_of_a_bias_by_what_it_was_broadcast_over(name, cc):
+    shape, dtype = BIASES[name]
+    arrays = qkv(np, 2, 4, 140, 264, 80, 40, heads_kv=2, dtype=BFLOAT16)
+    given = {"bias": normal(np, shape, dtype, 3), "kv_lengths": np.array([264, 131])}
+    check(*arrays, via=vjp_on(Machine(compute_capability=cc)), causal="bottom_right", **given)
+
+
+@needs_compiler
+def test_the_gradient_of_a_bias_without_keys():
+    arrays = qkv(np, 1, 2, 3, 0, 8, 8, dtype=BFLOAT16)
+    check(*arrays, via=vjp_on(Machine(compute_capability=80)), bias=normal(np, (2, 3, 1), BFLOAT16, 3))

@@ -16,6 +16,7 @@ from .recipe import Launch, Layouts, Recipe, Sizes, config_of
 from .simt import ceil
 
 BIAS_BLOCKS = 256  # a bias gradient summed by fewer owners than this is cut into parts
+OWNERS_TOGETHER = 8  # kernels_cu/attn/bias_plan.cuh: owners that a block takes where each walks one tile
 ALIGNMENT = 256  # of arrays inside the workspace
 
 _LENGTHS = ("q_length", "kv_length", "query_offset")  # what every kernel reads
@@ -210,7 +211,8 @@ class _Backward:
             elements = math.prod(self.layouts["dbias"].shape)
             self._reserve("partials", splits * elements)
             record = self._record(names, owner="dbias", splits=splits)
-        self._add(config, owners * splits, record)
+        together = OWNERS_TOGETHER if splits == 1 and config.family != "simt" else 1
+        self._add(config, ceil(owners * splits, max(1, together // max(1, walked))), record)
         if splits > 1:
             after = self._config("sum_partials")
             self._add(after, ceil(elements, after.threads), record)

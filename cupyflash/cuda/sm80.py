@@ -15,6 +15,8 @@ FRAGMENT = 16  # rows and columns that an mma instruction takes
 PAIR_FLAG_BYTES = 64
 PLACE_BYTES = 256  # of what the threads of a forward share besides tiles
 Q_PASS_BYTES, PASS_BYTES = 256, 640  # of a backward_q, of a backward that owns keys
+BIAS_SLICE, BIAS_WARP_ROWS = 64, 32  # columns of operands that a backward_bias takes at once, rows of a warp
+BIAS_PLAN_BYTES = 1024
 SMALL_HEAD_DIM = 64
 PAIRED_COLS = 128  # of two warps that part columns by panels
 HELD_BYTES = 2**25
@@ -37,7 +39,7 @@ class Geometry(NamedTuple):
     addends: bool = False  # a mask or a bias is staged in shared memory
     split: bool = False  # forward: keys are cut into runs
     ordered: bool = True  # backward: adds to dq in a fixed order
-    stages: int = 0  # decode: slices of keys that a warp has on their way, and the one it reads
+    stages: int = 0  # decode, backward_bias: slices on their way, and the one that is read
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"/{self.head_dim_v}")
@@ -91,8 +93,9 @@ class Geometry(NamedTuple):
             used = 2 * (_tile(kv, max(d, e)) + _tile(q, d) + _tile(q, e)) + weights + rows + staged
             used += PASS_BYTES + (3 * _tile(kv, q) if kernel == "backward" else 0)
         else:
-            tiles = _tile(q, d) + _tile(q, e) + _tile(kv, d) + _tile(kv, e)
-            used = max(tiles + staged, q * (kv + 8) * score_bytes)
+            slices = self.stages * (_tile(q, BIAS_SLICE) + _tile(kv, BIAS_SLICE))
+            addends = self.threads // 32 * BIAS_WARP_ROWS * (self.step + 8) * score_bytes
+            used = slices + addends + BIAS_PLAN_BYTES
         return used + ALIGNMENT_BYTES
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
@@ -116,6 +119,8 @@ class Geometry(NamedTuple):
         warps = self.threads // 32
         on_keys = kernel in ("backward", "backward_kv")
         rows, parts = (self.block_kv, warps // 2) if on_keys else (self.block_q, warps)
+        if kernel == "backward_bias":
+            parts = self.block_q // BIAS_WARP_ROWS
         if kernel == "decode":
             rows, parts = self.block_kv, warps
         stepped = self.block_q if on_keys else self.block_kv
@@ -239,9 +244,8 @@ _ROWS = {
         _row(128, 1, 16, 32, 16, 256),
     ),
     ("backward_bias", ANY): (
-        _row(128, 2, 128, 64, 16, 64),
-        _row(128, 2, 128, 32, 16, 128),
-        _row(128, 1, 64, 16, 16, 256),
+        _row(128, 2, 64, 128, 64, 256)._replace(stages=3),
+        _row(128, 1, 128, 64, 64, 256)._replace(stages=2),
     ),
 }
 KERNELS = ("forward", "decode", "backward", "backward_q", "backward_kv", "backward_bias")
@@ -274,6 +278,14 @@ TABLE |= {
     for key, rows in list(TABLE.items())
     if any(row.held for row in rows)
     for cc in (80, 86, 87, 89, 100, 120)
+}
+# On these a multiprocessor holds one block of the bias gradient's first row: a larger one serves it better.
+TABLE |= {
+    ("backward_bias", 4, options, cc): (
+        _row(256, 1, 128, 128, 64, 256)._replace(stages=2, addends=options[0]),
+    )
+    for options in itertools.product((False, True), repeat=3)
+    for cc in (80, 87)
 }
 
 

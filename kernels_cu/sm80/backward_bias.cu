@@ -1,171 +1,315 @@
 // Backward on tensor cores by mma.sync: the gradient of a bias, dS summed over whatever the bias was broadcast over.
 //
-// A block owns a tile of the bias (attn/bias_grid.cuh) and recomputes dS for every (batch item, query head, query tile,
-// key tile) that fell on it, in order; long walks are cut into p.splits runs, which prepost/sum_partials.cu adds in
-// order. Nothing is held per element of the score matrix but the bias itself. A warp has some of the tile's rows and all
-// of its columns, in steps of kStep.
+// A block owns a tile of the bias (attn/bias_grid.cuh), or a few one after the other, and recomputes dS for every (batch
+// item, query head, query tile, key tile) that fell on it, in order; long walks are cut into p.splits runs, which
+// prepost/sum_partials.cu adds in order. Nothing is held per element of the score matrix but the bias itself. A warp has
+// kWarpRows rows of a tile and kStep of its columns: of S, of dP and of the sums, all in registers. Operands come in slices
+// of at most 64 columns through a ring of kStages stages, which runs on from tile to tile and from owner to owner.
 //
-//   tile       | load Q dO K V |   each step: S = Q K^T   dP = dO V^T   P = exp(S - lse)   sum += P * (r * dP - delta')
-//   barriers   #               #
+//   visit      | S += Q K^T, by slices   P = exp(S - lse), rounded   dP += dO V^T, by slices   sum += P * (r * dP - delta')
+//   each slice | wait for it #   start the copies of the slice kStages - 1 on   multiply
 //
-// Shared memory: Q, dO, K, V, addends; at the end the sums.
-#include "attn/bias_grid.cuh"
+// Shared memory: stages of (Q or dO, K or V), each warp's addends, later its results, the plan (attn/bias_plan.cuh).
+//
+// Ladder (H200, 2026-11-30, bfloat16, 16 heads, L 4096; ms of the gradient alone for a bias (1, 16, L, L) of one item, and
+// (1, 1, L, L) of four):                                                                D 128           D 64
+//   a tile of 128 x 32 (D 64: x 64) for each block, load, wait, multiply              4.11, 8.29     3.39, 5.33
+//   the ring, several owners a block, 128 x 128, addends through registers            2.04, 5.48     1.74, 4.52
+//   addends by cp.async as they are; the plan while the tensor cores are busy         1.56, 5.35     1.49, 4.18
+//   a third of the instructions less: rows by shuffles, addresses in the plan,
+//     addend and lse in one fused multiply-add, sums by another                       1.28, 3.89     1.03, 2.81
+//   64 x 128, two blocks on a multiprocessor                                          1.21, 3.40     0.96, 2.64
+// Three stages instead of four at 128 x 128: 1.54, 4.08, and 1.24, 2.98. Two blocks of 128 x 64: 1.28, 3.62, and 1.04, 2.64.
+#include "attn/bias_plan.cuh"
+#include "attn/bias_sums.cuh"
+#include "sm80/store.cuh"
 #include "sm80/weights.cuh"
 
-constexpr i32 kWarpRows = kBlockQ / kWarps, kR = kWarpRows / 8, kC = kStep / 4, kSteps = kBlockKV / kStep;
-constexpr i32 kSumRow = kBlockKV + 8;
-static_assert(kBlockQ % (16 * kWarps) == 0 && kBlockKV % kStep == 0 && kStep % 16 == 0, "whole fragments");
+constexpr i32 kWarpRows = 32, kRowWarps = kBlockQ / kWarpRows, kR = kWarpRows / 8, kC = kStep / 4;
+static_assert(kBlockQ % kWarpRows == 0 && kBlockKV == kWarps / kRowWarps * kStep && kStep % 16 == 0, "whole fragments");
 
-using TileQ = Tile<kBlockQ, kHeadDim>;
-using TileO = Tile<kBlockQ, kHeadDimV>;
-using TileK = Tile<kBlockKV, kHeadDim>;
-using TileV = Tile<kBlockKV, kHeadDimV>;
-using Scores = float[kR][kC];
+// Head dims in equal slices of at most 64.
+constexpr i32 kWidest = larger(kHeadDim, kHeadDimV), kSlice = round_up(ceil_div(kWidest, ceil_div(kWidest, 64)), 16);
+constexpr i32 kSlicesQ = ceil_div(kHeadDim, kSlice), kSlicesO = ceil_div(kHeadDimV, kSlice);
 
-// Offsets in shared memory.
-constexpr i32 kAtO = TileQ::kBytes, kAtK = kAtO + TileO::kBytes, kAtV = kAtK + TileK::kBytes;
-constexpr i32 kAtAddends = kAtV + TileV::kBytes, kAddendBytes = kMaskOrBias ? kWarpRows * Staging<kStep>::kRow * 4 : 0;
-constexpr i32 kUsedBytes = larger(kAtAddends + kWarps * kAddendBytes, kBlockQ * kSumRow * 4);
-static_assert(kUsedBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
+using TileA = Tile<kBlockQ, kSlice>;       // of Q or dO
+using TileB = Tile<kBlockKV, kSlice>;      // of K or V
+using Staged = Tile<kWarpRows, 64>;        // a warp's results on their way out
+using Products = float[kR][kC];
+using Sums = BiasSums<kR, kC, kRowWarps, kThreads>;
+
+constexpr i32 kStageBytes = TileA::kBytes + TileB::kBytes, kAtOwn = kStages * kStageBytes;
+constexpr i32 kAddendRow = Staging<kStep>::kRow, kOwnBytes = larger(kWarpRows * kAddendRow * 4, Staged::kBytes);
+constexpr i32 kAtPlan = kAtOwn + kWarps * kOwnBytes, kPlanBytes = 1024;
+static_assert(kAtPlan + kPlanBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
+
+struct Operands : VisitPlace {
+  const Element *q, *k, *dout, *v;      // of the head
+
+  CF_DEVICE void find(const Params& p) {
+    const i32 kv_head = head / (p.heads_q / p.heads_kv);
+    q = rows_of<const Element>(p.call.q, p.q, item, head).base;
+    k = rows_of<const Element>(p.call.k, p.k, item, kv_head).base;
+    dout = rows_of<const Element>(p.call.dout, p.dout, item, head).base;
+    v = rows_of<const Element>(p.call.v, p.v, item, kv_head).base;
+  }
+  CF_DEVICE void find_next(const Params& p) {
+    q += p.q.head;
+    dout += p.dout.head;
+    if (head % (p.heads_q / p.heads_kv) != 0) return;
+    k += p.k.head;
+    v += p.v.head;
+  }
+};
+
+struct Visit : Operands {
+  using Place = Operands;
+  bool whole;                // no slice needs a look at lengths or alignment
+
+  CF_DEVICE void begin(const Params& p, const Operands& place) {
+    static_cast<Operands&>(*this) = place;
+    whole = row + kBlockQ <= sight.q_length && col + kBlockKV <= sight.kv_length && p.head_dim == kSlicesQ * kSlice &&
+            p.head_dim_v == kSlicesO * kSlice && ElementRows{q, p.q.row, p.q.col}.packed<8>() &&
+            ElementRows{k, p.k.row, p.k.col}.packed<8>() && ElementRows{dout, p.dout.row, p.dout.col}.packed<8>() &&
+            ElementRows{v, p.v.row, p.v.col}.packed<8>();
+  }
+};
+static_assert(sizeof(Plan<Visit>) <= kPlanBytes, "there is room");
+static_assert(kStages <= 2 * (kSlicesQ + kSlicesO), "what is copied has been planned");
 
 struct Backward {
   const Params& p;
+  Plan<Visit>& plan;
   u32 shared;
-  i32 tile_row;
-  Reader<TileQ, true> read_q{tile_row};
-  Reader<TileO, true> read_o{tile_row};
-  Reader<TileK, false> read_k;
-  Reader<TileV, false> read_v;
-  float sum[kSteps][kR][kC];
+  i32 number;                // of the visit
+  i32 ahead;                 // slices to be begun before the first is used
+  u32 stage;                 // the stage that is read next
+  i32 fed, fed_slice;        // the visit and the slice, of Q and K, then of dO and V, that are copied next
+  Reader<TileA, true> read_a{Sums::row()};
+  Reader<TileB, false> read_b{Sums::col()};
+  Sums sum;
 
-  template <class TileA, class TileB>
-  CF_DEVICE void multiply_queries(Scores& acc, u32 a, const Reader<TileA, true>& read_a, u32 b,
-                                  const Reader<TileB, false>& read_b, i32 step_row) const {
-    const auto load = [&](u32(&left)[kR / 2][4], int k) {
-      CF_UNROLL
-      for (int t = 0; t < kR / 2; ++t) ldmatrix_x4(left[t], read_a.block(a, 16 * t, 16 * k));
-    };
-    multiply_by_transposed<TileB, TileB::kColCount>(acc, load, b, read_b, step_row, [](int) {});
-  }
+  CF_DEVICE const Visit& visit() const { return plan.visits[number % 4]; }
+  CF_DEVICE i32 row() const { return visit().row + Sums::row(); }
+  CF_DEVICE i32 col() const { return visit().col + Sums::col(); }
+  CF_DEVICE u32 staging() const { return u32(opaque(shared + kAtOwn + warp_index() * kOwnBytes)); }
 
-  CF_DEVICE void load(const Item& item, i32 head, const Visibility& sight, i32 row, i32 col) const {
-    const i32 kv_head = head / (p.heads_q / p.heads_kv), me = thread_index();
-    const ElementRows q = rows_of<const Element>(p.call.q, p.q, item, head);
-    const ElementRows k = rows_of<const Element>(p.call.k, p.k, item, kv_head);
-    const ElementRows o = rows_of<const Element>(p.call.dout, p.dout, item, head);
-    const ElementRows v = rows_of<const Element>(p.call.v, p.v, item, kv_head);
-    block_barrier();       // the tile before has been read
-    load_tile<TileQ>(shared, q, row, sight.q_length, p.head_dim, me);
-    load_tile<TileO>(shared + kAtO, o, row, sight.q_length, p.head_dim_v, me);
-    load_tile<TileK>(shared + kAtK, k, col, sight.kv_length, p.head_dim, me);
-    load_tile<TileV>(shared + kAtV, v, col, sight.kv_length, p.head_dim_v, me);
+  // Begins to copy the slice that comes next into the stage that was read last.
+  CF_DEVICE void feed() {
+    const Visit& next = plan.visits[fed % 4];
+    if (next.owner < plan.stop) {
+      const u32 to = stage == shared ? shared + kAtOwn - kStageBytes : stage - kStageBytes;
+      const bool scores = fed_slice < kSlicesQ;
+      const i32 first = (scores ? fed_slice : fed_slice - kSlicesQ) * kSlice, me = i32(opaque(thread_index()));
+      ElementRows a{scores ? next.q : next.dout, scores ? p.q.row : p.dout.row, scores ? p.q.col : p.dout.col};
+      ElementRows b{scores ? next.k : next.v, scores ? p.k.row : p.v.row, scores ? p.k.col : p.v.col};
+      if (next.whole) {
+        const u32 at = to + TileA::place(me / 8, me % 8);
+        const i32 chunk = first + me % 8 * 8;
+        load_whole_tile<TileA>(at, a.base + (next.row + me / 8) * a.row_stride + chunk, a.row_stride, me);
+        load_whole_tile<TileB>(at + TileA::kBytes, b.base + (next.col + me / 8) * b.row_stride + chunk, b.row_stride, me);
+      } else {
+        const i32 cols = clamp((scores ? p.head_dim : p.head_dim_v) - first, 0, kSlice);
+        a.base += first * a.col_stride;
+        b.base += first * b.col_stride;
+        load_tile<TileA>(to, a, next.row, next.sight.q_length, cols, me);
+        load_tile<TileB>(to + TileA::kBytes, b, next.col, next.sight.kv_length, cols, me);
+      }
+      if (++fed_slice == kSlicesQ + kSlicesO) fed_slice = 0, ++fed;
+    }
     cp_async_commit_group();
-    cp_async_wait_group<0>();
-    block_barrier();       // the tile is there
   }
 
-  // Adds dS of the tile at (row, col) of one score matrix; the warp's rows begin at row + tile_row.
-  CF_DEVICE void add(const Item& item, i32 head, i32 row, i32 col) {
-    const ScoreRules<false> rules = score_rules_of<false>(p, item, head);
-    const Interval some = rules.sight.keys_of_some(row, row + kBlockQ);
-    if (some.stop <= col || col + kBlockKV <= some.start) return;
-    load(item, head, rules.sight, row, col);
-    const i32 own_row = row + tile_row, q_length = rules.sight.q_length;
-    const float* row_delta = static_cast<const float*>(p.call.row_delta) + row_number(p, item, head, 0);
-    float negative_lse[kR], delta[kR];
+  // acc = the product of the next slices. The first thread goes on planning where its neighbours keep the tensor core busy.
+  template <bool kPlans> CF_DEVICE void multiply(Products& acc, i32 slices) {
+    clear(acc);
+    CF_UNROLL_1
+    for (i32 n = -ahead; n < slices; ++n) {
+      cp_async_wait_group<kStages - 2>();
+      block_barrier();       // the slice is there for everyone; nobody reads the one before any more
+      feed();
+      if (n >= 0) {
+        if (kPlans && n == 0 && thread_index() == 0) plan.make(p);
+        const auto load = [&](u32(&left)[kR / 2][4], int k) {
+          CF_UNROLL
+          for (int t = 0; t < kR / 2; ++t) ldmatrix_x4(left[t], read_a.block(stage, 16 * t, 16 * k));
+        };
+        add_product_by_transposed<TileB, kSlice>(acc, load, stage + TileA::kBytes, read_b, 0, [](int) {});
+      }
+      stage += kStageBytes;
+      if (stage == shared + kAtOwn) stage = shared;
+    }
+    ahead = 0;
+  }
+
+  CF_DEVICE AddendSource addends() const { return {addends_of(p, visit().item, visit().head), p.seqlen_q, p.seqlen_k}; }
+
+  // Begins to copy the addends of the warp's part of the tile, or lays them out; they become numbers of the kind returned.
+  CF_DEVICE i32 fetch_addends() const {
+    const AddendSource source = addends();
+    const Addends& from = source.from;
+    const i32 bytes = source.bias_bytes();
+    warp_barrier();          // the lanes have read what was there
+    const bool in_chunks = from.bias_col == 1 && from.bias_row * bytes % 16 == 0 && bytes < 8 &&
+                           reinterpret_cast<u64>(source.bias_at(0, 0)) % 16 == 0;
+    if (from.bias != nullptr && from.mask == nullptr && in_chunks) {
+      if (bytes == 2) copy_addends<2>(source);
+      else copy_addends<4>(source);
+      return from.bias_kind;
+    }
+    CF_UNROLL_1
+    for (i32 r = 0; r < kWarpRows; r += 8) {
+      source.template stage<8, kStep>(staging() + r * kAddendRow * 4, row() + r, col());
+    }
+    return kFloat32;
+  }
+
+  template <int kBytes> CF_DEVICE void copy_addends(const AddendSource& source) const {
+    constexpr i32 kChunks = kStep * kBytes / 16, kRowsAtOnce = 32 / kChunks;
+    const i32 r = i32(lane_index()) / kChunks, c = i32(lane_index()) % kChunks * (16 / kBytes);
+    const i32 bytes = clamp(source.cols - col() - c, 0, 16 / kBytes) * kBytes;
+    const i32 rows = bytes > 0 ? source.rows - row() - r : 0;
+    const u32 to = staging() + (r * kAddendRow + c) * kBytes;
+    const u8* at = source.bias_at(row() + r, col() + c);
+    CF_UNROLL
+    for (i32 n = 0; n < kWarpRows; n += kRowsAtOnce) {
+      const u8* there = n < rows ? at : static_cast<const u8*>(source.from.bias);
+      cp_async_16(to + n * kAddendRow * kBytes, there, n < rows ? bytes : 0);
+      at += kRowsAtOnce * source.from.bias_row * kBytes;
+    }
+  }
+
+  // A lane loads those of one row.
+  CF_DEVICE void read_rows(float (&negative_lse)[kR], float (&delta)[kR]) const {
+    const i32 i = row() + i32(lane_index()), q_length = visit().sight.q_length;
+    const float* row_delta = static_cast<const float*>(p.call.row_delta) + row_number(p, visit().item, visit().head, 0);
+    const float own_lse = negative_lse_of(p, visit().item, visit().head, i, q_length);
+    const float own_delta = i < q_length ? row_delta[i] : 0.0f;
     CF_UNROLL
     for (int u = 0; u < kR; ++u) {
-      const i32 i = own_row + fragment_row(u);
-      negative_lse[u] = negative_lse_of(p, item, head, i, q_length);
-      delta[u] = i < q_length ? row_delta[i] : 0.0f;
+      negative_lse[u] = shuffle(own_lse, fragment_row(u));
+      delta[u] = shuffle(own_delta, fragment_row(u));
     }
-    // Nothing is whole where rows are past the length: their addends are read, whatever they are, and selected away.
-    const Interval whole = rules.sight.keys_of_all(own_row, own_row + kWarpRows);
+  }
+
+  // Products, or scores without addends, times `factor` become weights; T: what the addends are.
+  template <class T> CF_DEVICE void weigh(Products& s, float factor, const float (&negative_lse)[kR]) const {
     CF_UNROLL
-    for (int n = 0; n < kSteps; ++n) {
-      Scores s, unused, dp;
-      const i32 at = col + n * kStep;
-      multiply_queries(s, shared, read_q, shared + kAtK, read_k, n * kStep);
-      multiply_queries(dp, shared + kAtO, read_o, shared + kAtV, read_v, n * kStep);
-      const u32 staged = shared + kAtAddends + warp_index() * kAddendBytes;
-      if constexpr (kMaskOrBias) {
-        const AddendSource source{addends_of(p, item, head), p.seqlen_q, p.seqlen_k};
-        source.stage<kWarpRows, kStep>(staged, own_row, at);
-      }
-      if constexpr (!kPlainScores) rules.scale(s, unused, own_row, at, staged);
-      const float factor = kPlainScores ? rules.terms.scale * kLog2e : kLog2e;
+    for (int u = 0; u < kR; ++u) {
       CF_UNROLL
-      for (int u = 0; u < kR; ++u) {
+      for (int w = 0; w < kC; w += 2) {
+        const u32 at = staging() + (fragment_row(u) * kAddendRow + fragment_col(w)) * i32(sizeof(T));
+        float addend[2];
+        if constexpr (sizeof(T) == 4) {
+          ld_shared_f32x2(addend[0], addend[1], at);
+        } else {
+          const u32 both = bits_of(ld_shared_f32(at));
+          addend[0] = convert<float>(T{u16(both)});
+          addend[1] = convert<float>(T{u16(both >> 16)});
+        }
         CF_UNROLL
-        for (int w = 0; w < kC; ++w) s[u][w] = weight_from(s[u][w], factor, negative_lse[u]);
-      }
-      score_gradients(s, dp, delta, dropper_of(p, item, head), dropout_scale<float>(p), own_row, at);
-      if (!whole.covers(at, at + kStep)) RowBounds::of_query(rules.sight, own_row).select(s, at, 0.0f);
-      CF_UNROLL
-      for (int u = 0; u < kR; ++u) {
-        CF_UNROLL
-        for (int w = 0; w < kC; ++w) sum[n][u][w] += s[u][w];
+        for (int x = 0; x < 2; ++x) {
+          const float power = fused(s[u][w + x], factor, fused(addend[x], kLog2e, negative_lse[u]));
+          const float weight = ex2_approx_ftz(power > 0.0f ? 0.0f : power);      // see weight_from
+          s[u][w + x] = addend[x] == -Limits<float>::infinity() ? 0.0f : weight;
+        }
       }
     }
   }
 
-  // The tile's sums in shared memory; along an axis that the bias lacks, place 0 gets the sum over all, in order.
-  CF_DEVICE void fold(float* sums) const {
-    block_barrier();       // the last tile has been read
+  // Adds dS of the tile that is visited.
+  CF_DEVICE void add() {
+    float negative_lse[kR], delta[kR];
+    read_rows(negative_lse, delta);
+    const i32 addend_kind = fetch_addends();      // they join the copies of the next slice
+    Products acc;
+    multiply<true>(acc, kSlicesQ);
+    cp_async_wait_group<kSlicesQ - 1>();
+    warp_barrier();          // the lanes' addends are there
+    const ScoreRules<false> rules{score_terms_of<float>(p, visit().item, visit().head), visit().sight};
+    float factor = rules.terms.scale * kLog2e;
+    if constexpr (kSoftcapOrAlibi) {
+      Products unused;
+      rules.scale_alone(acc, unused, row(), col());
+      factor = kLog2e;
+    }
+    switch (addend_kind) {
+      case kFloat16: weigh<float16>(acc, factor, negative_lse); break;
+      case kBFloat16: weigh<bfloat16>(acc, factor, negative_lse); break;
+      default: weigh<float>(acc, factor, negative_lse);
+    }
+    const Interval whole = rules.sight.keys_of_all(row(), row() + kWarpRows);
+    if (!whole.covers(col(), col() + kStep)) RowBounds::of_query(rules.sight, row()).select(acc, col(), 0.0f);
+    Operand<kR / 2, kStep> weights;
+    round_to(weights, acc);
+    multiply<false>(acc, kSlicesO);
+    if constexpr (kDropout) drop(acc);
     CF_UNROLL
-    for (int n = 0; n < kSteps; ++n) {
+    for (int u = 0; u < kR; ++u) {
       CF_UNROLL
-      for (int u = 0; u < kR; ++u) {
-        CF_UNROLL
-        for (int w = 0; w < kC; ++w) sums[(tile_row + fragment_row(u)) * kSumRow + n * kStep + fragment_col(w)] = sum[n][u][w];
+      for (int w = 0; w < kC; ++w) {
+        const u32 word = weights.word[w / 4][u / 2][w / 2 % 2 * 2 + u % 2];
+        const float weight = convert<float>(Element{u16(word >> (w % 2 * 16))});
+        float& x = sum.value[u][w];
+        x = weight == 0.0f ? x : fused(weight, acc[u][w] - delta[u], x);      // see score_gradient
       }
-    }
-    block_barrier();       // the sums are there
-    if (!p.own_rows) {
-      for (i32 j = thread_index(); j < kBlockKV; j += kThreads) {
-        for (i32 i = 1; i < kBlockQ; ++i) sums[j] += sums[i * kSumRow + j];
-      }
-      block_barrier();     // row 0 is there
-    }
-    if (!p.own_cols) {
-      for (i32 i = thread_index(); i < kBlockQ; i += kThreads) {
-        for (i32 j = 1; j < kBlockKV; ++j) sums[i * kSumRow] += sums[i * kSumRow + j];
-      }
-      block_barrier();     // column 0 is there
     }
   }
 
-  // The folded tile to the gradient, or to the partial sums of this run.
-  CF_DEVICE void store(const float* sums, const BiasGrid& grid, const TileWork& owner, i32 row, i32 col) const {
-    const Item item = item_at(p, owner.own, 0);
-    const i64 first = (i64(owner.own) * grid.heads + owner.head) * grid.rows;
-    float* partials = static_cast<float*>(p.call.partials) + owner.split * grid.elements(p);
-    const i32 rows = p.own_rows ? kBlockQ : 1, cols = p.own_cols ? kBlockKV : 1;
-    for (i32 n = thread_index(); n < rows * cols; n += kThreads) {
-      const i32 r = n / cols, c = n % cols, i = row + r, j = col + c;
-      if (i >= grid.rows || j >= grid.cols) continue;
-      if (p.splits > 1) partials[(first + i) * grid.cols + j] = sums[r * kSumRow + c];
-      else store_bias_gradient(p, item, owner.head, i, j, sums[r * kSumRow + c]);
+  CF_DEVICE void drop(Products& dp) const {
+    const Dropper dropper = dropper_of(p, visit().item, visit().head);
+    const float kept_scale = dropout_scale<float>(p);
+    CF_UNROLL
+    for (int w = 0; w < kC; w += 4) {
+      CF_UNROLL
+      for (int u = 0; u < kR; u += 2) {
+        const Words words = dropper.words_at<false>(row() + 8 * u, col() + 4 * w);
+        CF_UNROLL
+        for (int n = 0; n < 8; ++n) {
+          float& x = dp[u + n / 4][w + n % 4];
+          x = dropper.drops(words, n / 4, n % 4) ? 0.0f : x * kept_scale;
+        }
+      }
+    }
+  }
+
+  // The sums to the gradient, or to the partial sums of this run.
+  CF_DEVICE void store(u32 owner) {
+    Score* const own = &shared_storage<Score>() + (staging() - shared_address(&shared_storage<u8>())) / 4;
+    if (!p.own_rows || !p.own_cols) sum.fold(p, own, kOwnBytes / 4);
+    const BiasTarget to(p, owner);
+    const bool partial = p.splits > 1;
+    if (!partial && p.dbias_kind != KindOf<Element>::value && p.dbias_kind != kFloat32) return sum.store<kStep>(to, own);
+    const i32 row = to.row() + Sums::row(), col = to.col() + Sums::col(), cols = to.grid.cols;
+    Target rows = target_of(p.call.dbias, p.dbias, p.dbias_kind, item_at(p, to.work.own, 0), to.work.head, to.grid.rows,
+                            cols - col, p.accumulate != 0);
+    if (partial) rows = {to.partials(), cols, 1, kFloat32, to.grid.rows, cols - col, false};
+    rows.base = static_cast<char*>(rows.base) + col * rows.col_stride * (rows.kind == kFloat32 ? 4 : 2);
+    store_tile<Staged>(sum.value, rows, row, staging(), 0);
+  }
+
+  CF_DEVICE void run() {
+    u32 owner = plan.first;
+    sum.clear();
+    CF_UNROLL_1
+    for (;; ++number) {
+      CF_UNROLL_1
+      for (; owner < visit().owner; ++owner) {
+        store(owner);
+        sum.clear();
+      }
+      if (owner == plan.stop) return;
+      add();
     }
   }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_backward_bias(const Params p) {
-  const BiasGrid grid = bias_grid(p, kBlockQ, kBlockKV);
-  const TileWork owner = tile_work(block_index(), grid.tile_rows * grid.tile_cols, p.splits, grid.heads, false);
-  const i32 row = owner.tile / grid.tile_cols * kBlockQ, col = owner.tile % grid.tile_cols * kBlockKV;
-  const i64 start = grid.walk(p) * owner.split / p.splits, stop = grid.walk(p) * (owner.split + 1) / p.splits;
-  Backward backward{p, tile_address(shared_address(&shared_storage<u8>())), i32(warp_index()) * (kBlockQ / kWarps)};
-  CF_UNROLL
-  for (int n = 0; n < kSteps; ++n) clear(backward.sum[n]);
-  CF_UNROLL_1
-  for (i64 number = start; number < stop; ++number) {
-    const i32 walk_col = i32(number % grid.walk_cols), walk_row = i32(number / grid.walk_cols % grid.walk_rows);
-    const i64 matrix = number / grid.walk_cols / grid.walk_rows;
-    const Item item = item_at(p, owner.own, u32(matrix / grid.walk_heads));
-    backward.add(item, owner.head + i32(matrix % grid.walk_heads), row + walk_row * kBlockQ, col + walk_col * kBlockKV);
-  }
-  float* sums = &shared_storage<float>();
-  backward.fold(sums);
-  backward.store(sums, grid, owner, row, col);
+  u8* const storage = &shared_storage<u8>();
+  const u32 shared = tile_address(shared_address(storage));
+  auto& plan = *reinterpret_cast<Plan<Visit>*>(storage + (shared - shared_address(storage)) + kAtPlan);
+  if (thread_index() == 0) plan.begin(p);
+  block_barrier();           // the first two visits are there
+  Backward backward{p, plan, shared, 0, kStages - 1, shared + kStageBytes};
+  backward.run();
 }
