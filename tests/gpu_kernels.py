@@ -33,10 +33,12 @@ def small_kernels(cc):
             if kernel in ("row_stats", "finish_queries") and family.name != "sm90":
                 continue
             covered.add((dtype, kernel))
-            if kernel == "backward":
+            if kernel == "backward" and family.name != "simt":  # which has it for plain calls alone
                 covered |= {(dtype, "backward_q"), (dtype, "backward_kv")}
             for options in bits:
                 dim = SMALL_HEAD_DIM
+                if kernel == "backward" and not configs.in_one_kernel(family.name, dtype, dim, options, cc):
+                    continue
                 found[configs.choose(family.name, kernel, dtype, dim, dim, options, cc)] = True
     return list(found)
 

@@ -138,7 +138,7 @@ class _Backward:
         s = self.sizes
         if "slopes" in self.wrt or not {"q", "k", "v"} <= self.wrt or len(self._owners()) != 1:
             return False
-        if self.family == "sm80_wide" and any(self._broadcast_axes("q")):
+        if self.family in ("sm80_wide", "simt") and any(self._broadcast_axes("q")):
             return False
         return in_one_kernel(self.family, s.dtype.name, max(s.head_dim, s.head_dim_v), s.options, self.cc)
 

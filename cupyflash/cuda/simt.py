@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .recipe import Sizes
 
 
+BY_KEYS = ("backward", "backward_kv")  # whose blocks own keys
 DESCRIPTION_BYTES = 304  # what a block keeps of its work in shared memory, beside four scores
 
 
@@ -57,7 +58,7 @@ class Geometry(NamedTuple):
             elements = d_parts * queries + keys + self.block_kv * self.head_dim_v + scores
         elif kernel == "backward_q":
             elements = (d_parts + e_parts) * queries + (d_parts + 1) * keys + scores + 2 * self.block_q
-        elif kernel == "backward_kv":
+        elif kernel in BY_KEYS:
             transposed = self.block_kv * (self.block_q + pad)
             elements = (d_parts + e_parts) * (queries + keys) + transposed + 2 * self.block_q
         else:
@@ -86,7 +87,7 @@ class Geometry(NamedTuple):
         """What of the kernels' assumptions does not hold."""
         vector = 16 // score_bytes
         lanes_y = self.threads // self.lanes_x
-        q_lanes, kv_lanes = (self.lanes_x, lanes_y) if kernel == "backward_kv" else (lanes_y, self.lanes_x)
+        q_lanes, kv_lanes = (self.lanes_x, lanes_y) if kernel in BY_KEYS else (lanes_y, self.lanes_x)
         scores = self.block_q * self.block_kv // self.threads
         rules = {
             f"threads = {self.threads} must be a multiple of 32": self.threads % 32 == 0,
@@ -161,6 +162,9 @@ TABLE: dict[tuple[Any, ...], tuple[Geometry, ...]] = {
     ),
     ("backward_bias", 8): (_row(128, 8, 64, 32, 64, 64), _row(128, 8, 32, 32, 64, 64)),
 }
+
+# dq, dk and dv in one kernel: float32 without options.
+TABLE["backward", 4, (False, False, False)] = (_row(128, 8, 32, 128, 64, 64), _row(128, 16, 32, 64, 64, 128))
 
 # Beside options the widest rows run out of registers: float64 anywhere, float32 on sm_100, 16 bits on sm_90.
 for _options in itertools.product((False, True), repeat=3):

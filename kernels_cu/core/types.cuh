@@ -6,12 +6,15 @@
 #define CF_UNROLL
 #define CF_UNROLL_1
 #define CF_UNROLL_2
+#define CF_UNROLL_BY(n)
 #define CF_CONSTANT static const
 #else
 #define CF_DEVICE __device__ __forceinline__     // a function that is inlined into its kernel
 #define CF_UNROLL _Pragma("unroll")              // a loop whose counter indexes registers
 #define CF_UNROLL_1 _Pragma("unroll 1")          // a loop that stays a loop, to keep the code short
 #define CF_UNROLL_2 _Pragma("unroll 2")          // a loop that stays a loop of pairs
+#define CF_UNROLL_BY(n) CF_PRAGMA(unroll n)      // of n at a time
+#define CF_PRAGMA(text) _Pragma(#text)
 #define CF_CONSTANT __constant__                 // a table that instructions read as an operand
 #endif
 
