@@ -163,8 +163,11 @@ TABLE: dict[tuple[Any, ...], tuple[Geometry, ...]] = {
     ("backward_bias", 8): (_row(128, 8, 64, 32, 64, 64), _row(128, 8, 32, 32, 64, 64)),
 }
 
-# dq, dk and dv in one kernel: float32 without options.
-TABLE["backward", 4, (False, False, False)] = (_row(128, 8, 32, 128, 64, 64), _row(128, 16, 32, 64, 64, 128))
+# dq, dk and dv in one kernel: float32, beside options where they leave it its registers.
+_in_one = (_row(128, 8, 32, 128, 64, 64), _row(128, 16, 32, 64, 64, 128))
+TABLE["backward", 4, (False, False, False)] = _in_one
+for _options, _cc in itertools.product(itertools.product((False, True), repeat=3), (80, 87, 90)):
+    TABLE["backward", 4, _options, _cc] = _in_one
 
 # Beside options the widest rows run out of registers: float64 anywhere, float32 on sm_100, 16 bits on sm_90.
 for _options in itertools.product((False, True), repeat=3):
