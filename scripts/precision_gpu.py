@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import ProcessPoolExecutor
 from itertools import product
+from multiprocessing import get_context
 from typing import Any
 
 import numpy as np
@@ -26,46 +28,51 @@ INPUTS = {  # factors of q, k and v, which are normal
     "v x 1e4": (1, 1, 1e4),
     "v x 1e-4": (1, 1, 1e-4),
 }
-PRECISIONS = {"float32": ("tf32x3", "tf32", "ieee"), "float64": (None,)}
+PRECISIONS = {  # None: what is computed by default
+    "float32": (None, "tf32x3", "tf32", "ieee"),
+    "float64": (None,),
+}
+HEAD_DIMS = (64, 128)
+RESULTS = ("out", "dq", "dk", "dv")
 
 
-def results(module: Any, arrays: list[Any], dout: Any, **options: Any) -> tuple[Any, ...]:
-    """out, dq, dk and dv of cupyflash, the reference or the plain computation."""
-    if module is cupyflash:
-        out, vjp = cupyflash.attention_vjp(*arrays, **options)
-        return (out, *vjp(dout)[:3])
-    forward, backward = (
-        (testing.plain, testing.plain_backward)
-        if module is testing
-        else (module.attention, module.attention_backward)
-    )
-    return (forward(*arrays), *backward(dout, *arrays)[:3])
+def operands(dtype: str, head_dim: int, inputs: str) -> list[np.ndarray]:
+    """q, k, v and dout."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal((1, 2, LENGTH, head_dim)) for _ in range(4)]
+    return [(x * factor).astype(dtype) for x, factor in zip(arrays, (*INPUTS[inputs], 1), strict=True)]
+
+
+def computed_plainly(case: tuple[str, int, str]) -> tuple[list[np.ndarray], list[testing.Errors]]:
+    """out, dq, dk and dv by the reference, and the errors of the plain computation."""
+    *arrays, dout = operands(*case)
+    exact = [reference.attention(*arrays), *reference.attention_backward(dout, *arrays)[:3]]
+    plain = [testing.plain(*arrays), *testing.plain_backward(dout, *arrays)[:3]]
+    return exact, [testing.errors(x, y) for x, y in zip(plain, exact, strict=True)]
 
 
 def rows() -> Any:
     """One row for each dtype, head dim, kind of input and precision."""
+    cases = list(product(PRECISIONS, HEAD_DIMS, INPUTS))
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:  # the reference of float64 is slow
+        references = list(pool.map(computed_plainly, cases))
     cupy = require_gpu()
-    for (dtype, precisions), head_dim, (name, factors) in product(
-        PRECISIONS.items(), (64, 128), INPUTS.items()
-    ):
-        rng = np.random.default_rng(0)
-        *qkv, dout = (rng.standard_normal((1, 2, LENGTH, head_dim)) for _ in range(4))
-        arrays = [(x * factor).astype(dtype) for x, factor in zip(qkv, factors, strict=True)]
-        dout = dout.astype(dtype)
-        exact, plain = results(reference, arrays, dout), results(testing, arrays, dout)
-        on_gpu = [cupy.asarray(x) for x in (*arrays, dout)]
-        for precision in precisions:
-            found = results(cupyflash, on_gpu[:3], on_gpu[3], precision=precision)
-            row = {"dtype": dtype, "precision": precision, "head_dim": head_dim, "inputs": name}
-            for what, x, y, z in zip(("out", "dq", "dk", "dv"), found, plain, exact, strict=True):
-                ours, theirs = testing.errors(x.get(), z), testing.errors(y, z)
-                row[what] = {
-                    "max": ours.max,
-                    "rms": ours.rms,
-                    "plain_max": theirs.max,
-                    "plain_rms": theirs.rms,
-                }
-            yield row
+    for (dtype, head_dim, inputs), (exact, plain) in zip(cases, references, strict=True):
+        *arrays, dout = map(cupy.asarray, operands(dtype, head_dim, inputs))
+        for precision in PRECISIONS[dtype]:
+            out, vjp = cupyflash.attention_vjp(*arrays, precision=precision)
+            ours = [testing.errors(x.get(), y) for x, y in zip((out, *vjp(dout)[:3]), exact, strict=True)]
+            yield {
+                "dtype": dtype,
+                "precision": precision,
+                "family": cupyflash.plan(*arrays, precision=precision).family,
+                "head_dim": head_dim,
+                "inputs": inputs,
+                **{
+                    name: {"max": x.max, "rms": x.rms, "plain_max": y.max, "plain_rms": y.rms}
+                    for name, x, y in zip(RESULTS, ours, plain, strict=True)
+                },
+            }
 
 
 def report() -> dict[str, Any]:
