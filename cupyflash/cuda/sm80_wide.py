@@ -27,6 +27,7 @@ class Geometry(NamedTuple):
     head_dim: int
     head_dim_v: int
     products: int = 3
+    stages: int = 2  # of the backward by keys: tiles of queries that are in shared memory at once
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"/{self.head_dim_v}")
@@ -43,6 +44,7 @@ class Geometry(NamedTuple):
             "kHeadDim": self.head_dim,
             "kHeadDimV": self.head_dim_v,
             "kProducts": self.products,
+            "kStages": self.stages,
             "kWorkBytes": WORK_BYTES,
         }
 
@@ -54,7 +56,8 @@ class Geometry(NamedTuple):
         elif kernel == "backward_q":
             elements = (q + 2 * kv) * (d + e) + 2 * q
         else:
-            elements = (kv + 2 * q) * (d + e) + kv * q * (3 if kernel == "backward" else 1) + 4 * q
+            stages, sums = self.stages, self.stages if kernel == "backward" else 0
+            elements = (kv + stages * q) * (d + e) + kv * q * (1 + sums) + 2 * stages * q
         return score_bytes * elements + WORK_BYTES + ALIGNMENT_BYTES
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
@@ -87,6 +90,8 @@ class Geometry(NamedTuple):
             == 0,
             f"{name} = {stepped} must be a multiple of {FRAGMENT}": stepped % FRAGMENT == 0,
             f"products = {self.products} must be 1 or 3": self.products in PRODUCTS.values(),
+            f"stages = {self.stages} must be 2, or 1 in the one-kernel backward": self.stages == 2
+            or (self.stages == 1 and kernel == "backward"),
         }
         unit = LINE_BYTES // score_bytes
         for name in ("head_dim", "head_dim_v"):
@@ -103,8 +108,8 @@ def _padded(head_dim: int, unit: int) -> int:
     return max(1, ceil(head_dim, unit)) * unit
 
 
-def _row(threads: int, occupancy: int, block_q: int, block_kv: int, bucket: int) -> Geometry:
-    return Geometry(threads, occupancy, block_q, block_kv, bucket, bucket)
+def _row(threads: int, occupancy: int, block_q: int, block_kv: int, bucket: int, stages: int = 2) -> Geometry:
+    return Geometry(threads, occupancy, block_q, block_kv, bucket, bucket, stages=stages)
 
 
 # By kernel, bytes of the score type and options that a row is for (none; no softcap or ALiBi; any): the best first
@@ -124,6 +129,12 @@ _ROWS = {
         _row(256, 1, 32, 64, 32),
         _row(256, 1, 32, 64, 64),
         _row(256, 1, 16, 64, 128),
+    ),
+    ("backward", 8, PLAIN): (
+        _row(256, 1, 32, 64, 32),
+        _row(256, 1, 32, 64, 64),
+        _row(256, 1, 16, 64, 64),
+        _row(256, 1, 32, 64, 128, stages=1),
     ),
     ("backward", 8, UNSHAPED): (
         _row(256, 1, 32, 64, 32),
@@ -191,3 +202,6 @@ TABLE = {
     for score_bytes in (4, 8)
     for options in itertools.product((False, True), repeat=3)
 }
+for _dropout in (False, True):  # beside mask or bias and softcap or ALiBi the wide row of 64 columns spills
+    _key = ("backward", 8, (True, True, _dropout))
+    TABLE[_key] = tuple(row for row in TABLE[_key] if (row.block_q, row.head_dim) != (32, 64))

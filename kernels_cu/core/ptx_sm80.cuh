@@ -70,11 +70,10 @@ CF_DEVICE void mma_m8n8k4_f64(double& d0, double& d1, double a, double b) {
   asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
       : "+d"(d0), "+d"(d1) : "d"(a), "d"(b));
 }
-// The same for a of 16x4 and d of 16x8, from sm_90 on: a0 is (g, t), a1 (g + 8, t).
-CF_DEVICE void mma_m16n8k4_f64(double& low0, double& low1, double& high0, double& high1, double a0, double a1,
-                               double b) {
-  asm("mma.sync.aligned.m16n8k4.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
-      : "+d"(low0), "+d"(low1), "+d"(high0), "+d"(high1) : "d"(a0), "d"(a1), "d"(b));
+// The same for a of 16x8 and d of 16x8, from sm_90 on: a0 is (g, t), a1 (g + 8, t), a2 and a3 four columns on.
+CF_DEVICE void mma_m16n8k8_f64(double (&d)[4], double a0, double a1, double a2, double a3, double b0, double b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+d"(d[0]), "+d"(d[1]), "+d"(d[2]), "+d"(d[3]) : "d"(a0), "d"(a1), "d"(a2), "d"(a3), "d"(b0), "d"(b1));
 }
 
 // Transposes an 8x8 matrix of 16-bit elements held as ldmatrix leaves it.

@@ -7,9 +7,9 @@
 // A block owns its rows of dk and dv; where k and v were broadcast over leading axes it walks all the items that shared
 // them, in order.
 //
-// dq, zeros at first (prepost/delta.cu), is summed where it will stay, in turns as sm80_wide/backward_keys.cuh has it: with
-// p.splits not 0 a block adds to a tile after all blocks of earlier keys, so that every run gives the same bits. One kernel
-// computes five products where two compute seven.
+// dq, zeros at first (prepost/delta.cu), is summed where it will stay, in turns as in sm80_wide/backward_keys.cuh: with
+// p.splits not 0 a block adds to a tile after all blocks of earlier keys, so that every run gives the same bits. One
+// kernel computes five products where two compute seven.
 //
 // H200, 2026-11-30, float32, arrays (4, 2048 / D, 4096, D), whole backward, TFLOP/s at D 128 / 64, full and causal:
 //   two kernels                                     21.5 / 23.2, 20.4 / 22.1
@@ -207,7 +207,7 @@ CF_DEVICE void sum_queries(const SharedStorage& smem, const Params& p, i32 row) 
   }
 }
 
-// Adds the query tile at `row` to dk and dv, and to dq its share of that; `before` is the tile that was added last, or -1.
+// Adds the query tile at `row` to dk and dv, and to dq its share of that; `before` is the tile added last, or -1.
 template <bool kSums>
 CF_DEVICE void add_tile(Score (&dk)[kK][kCols], Score (&dv)[kK][kColsV], SharedStorage& smem, const Params& p, i32 row,
                         i32 before) {

@@ -11,28 +11,42 @@
 //
 //   tile x   | wait for Q(x), dO(x), lse, delta; start those of x - 1
 //    first   | S^T = K Q^T     P^T -> shared     #   dv += P^T dO                                       dq of x + 1
-//    second  | dP^T = V dO^T                     #   P^T <- shared    dA^T (-> shared)   dk += dA^T Q   dq of x + 1     # the pair
+//    second  | dP^T = V dO^T     count x + 2     #   P^T <- shared    dA^T (-> shared)   dk += dA^T Q   dq of x + 1
+//                                                # the pair
+//
+// Where exponentials are slow second warps take their part of dq before they wait for P^T. With one place for a tile
+// (kStages) dq of x comes after a barrier at its end, while x - 1 is on its way.
 //
 // dq, zeros at first (prepost/delta.cu), is summed where it will stay: each warp adds its part, over all keys of the block.
 // In order (p.splits, heads that take turns, is not 0) a block adds to a tile after all blocks of earlier keys, so that
-// every run gives the same bits: it waits until the tile's count says so, and counts when its own adds are done. Blocks take
-// numbers as they start, and wait for lower ones alone; neighbours in a head start one after the other, because p.splits
-// heads take turns.
+// every run gives the same bits: it waits until the tile's count says so, and counts when its own adds are done. Blocks
+// take numbers as they start, and wait for lower ones alone; neighbours in a head start one after the other, because
+// p.splits heads take turns. What order costs is a fence and a look at the count in every tile: the second warps have
+// time for the fence, and the look begins before the products of dq.
 //
 // H200, 2026-11-30, arrays (4, 2048 / D, 4096, D), whole backward, TFLOP/s at D 128 / 64, full and causal:
 //                                                          float32                      float64
 //   two kernels                                            35.0 / 34.1, 33.9 / 32.8     23.8 / 25.0, 23.4 / 24.5
 //   one, queries from the first, a count for each warp     41.2 / 36.6, 23.5 / 20.4     27.8 / 26.8
-//   queries from the last, heads in turns, one count       41.9 / 43.1, 41.7 / 40.1     27.5 / 27.2, 27.5 / 26.8
-//   the same in no order                                   47.0 / 46.5, 45.7 / 43.9     31.8 / 30.1, 31.0 / 29.3
+//   queries from the last, heads in turns, one count       42.6 / 43.1, 42.1 / 39.9     27.8 / 27.8, 27.6 / 27.2
+//   the same in no order                                   46.7 / 46.4, 44.6 / 43.2     32.3 / 30.6, 31.3 / 29.6
+//   a look at the count before the products                43.4 /    -, 42.4 /    -     30.3 / 30.0, 30.3 / 28.8
+//   and second warps count                                 46.0 / 45.7, 44.2 / 41.8     30.2 / 28.7, 30.1 / 27.7
+//   and they take their dq before P^T                      44.2 / 45.1, 39.1 / 42.0     30.4 / 31.0, 30.1 / 29.9
+//   counts for four tiles at once besides                  43.9 / 44.6, 38.5 / 40.0     31.0 / 30.8, 28.5 / 28.7
+//   tiles of 32 queries in one place for D 128                                          31.8 /    -, 31.4 /    -
+//   these (the best of each) in no order                   46.9 / 46.6, 44.1 / 43.5     32.8 / 31.7, 31.5 / 30.4
+// float64 of D 64 with 128 keys and 16 queries 28.4, with 32 keys and two blocks 19.3, with 64 queries in one place 30.3.
 //
-// Shared memory: K, V, two tiles of Q and dO, P, lse and delta of two tiles, two tiles of dA, the block's work.
+// Shared memory: K, V, kStages tiles of Q and dO, P, lse and delta of as many, and dA, the block's work.
 #pragma once
 #include "sm80_wide/store.cuh"
 #include "sm80_wide/weights.cuh"
 
 constexpr i32 kPairs = kWarps / 2, kPairRows = kBlockKV / kPairs, kR = kPairRows / 8, kC = kBlockQ / 4;
 constexpr i32 kWideDim = larger(kHeadDim, kHeadDimV);
+// Whether second warps sum queries while first ones take exponentials: worth it where those are slow.
+constexpr bool kSumsMeanwhile = kSumsQueries && kStages == 2 && sizeof(Score) == 8;
 static_assert(kBlockKV % (16 * kPairs) == 0 && kBlockQ % 16 == 0, "whole fragments");
 static_assert(2 * kBlockQ <= kThreads, "a thread fetches one of lse or delta");
 
@@ -44,14 +58,16 @@ using Scores = Score[kR][kC];
 using Accumulator = Score[kR][kWideDim / 4];
 using TileA = Tile<kBlockQ, kSumsQueries ? kBlockKV : 32>;      // dA, the keys of a row in the order of key_place
 
-// Parts of the dq of a tile: sixteen rows and a line of columns each.
-constexpr i32 kRowParts = kBlockQ / 16, kParts = kRowParts * (kHeadDim / (8 * kChunk));
+// Parts of the dq of a tile: some rows and a line of columns each.
+constexpr i32 kLines = kHeadDim / (8 * kChunk), kDqRows = kBlockQ / 16 * kLines >= 2 * kWarps ? 32 : 16;
+constexpr i32 kRowParts = kBlockQ / kDqRows, kParts = kRowParts * kLines;
 
 // Offsets in shared memory.
 constexpr i32 kWeightBytes = kPairRows * kBlockQ * sizeof(Score);
-constexpr i32 kAtV = TileK::kBytes, kAtQ = kAtV + TileV::kBytes, kAtO = kAtQ + 2 * TileQ::kBytes;
-constexpr i32 kAtSums = kAtO + 2 * TileO::kBytes, kAtWeights = kAtSums + (kSumsQueries ? 2 * TileA::kBytes : 0);
-constexpr i32 kAtRows = kAtWeights + kPairs * kWeightBytes, kAtWork = kAtRows + 4 * kBlockQ * sizeof(Score);
+constexpr i32 kAtV = TileK::kBytes, kAtQ = kAtV + TileV::kBytes, kAtO = kAtQ + kStages * TileQ::kBytes;
+constexpr i32 kAtSums = kAtO + kStages * TileO::kBytes;
+constexpr i32 kAtWeights = kAtSums + (kSumsQueries ? kStages * TileA::kBytes : 0);
+constexpr i32 kAtRows = kAtWeights + kPairs * kWeightBytes, kAtWork = kAtRows + 2 * kStages * kBlockQ * sizeof(Score);
 static_assert(kAtWork + kWorkBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
 
 // The column of a key in a row of TileA: the four that a lane takes in one step are neighbours.
@@ -75,13 +91,13 @@ struct Backward {
   static CF_DEVICE bool first_of_pair() { return i32(warp_index()) < kPairs; }
   CF_DEVICE i32 col() const { return work.first + pair() * kPairRows; }      // first key of the pair
 
-  CF_DEVICE u32 q_tile(i32 tile) const { return shared + kAtQ + u32(tile) % 2u * TileQ::kBytes; }
-  CF_DEVICE u32 o_tile(i32 tile) const { return shared + kAtO + u32(tile) % 2u * TileO::kBytes; }
-  CF_DEVICE u32 a_tile(i32 tile) const { return shared + kAtSums + u32(tile) % 2u * TileA::kBytes; }
+  CF_DEVICE u32 q_tile(i32 tile) const { return shared + kAtQ + u32(tile) % u32(kStages) * TileQ::kBytes; }
+  CF_DEVICE u32 o_tile(i32 tile) const { return shared + kAtO + u32(tile) % u32(kStages) * TileO::kBytes; }
+  CF_DEVICE u32 a_tile(i32 tile) const { return shared + kAtSums + u32(tile) % u32(kStages) * TileA::kBytes; }
   CF_DEVICE u32 weights() const { return shared + kAtWeights + pair() * kWeightBytes + lane_index() * 16; }
   // lse (0) or delta (1) of a tile.
   CF_DEVICE u32 row_numbers(i32 tile, i32 which) const {
-    return shared + kAtRows + (u32(tile) % 2u * 2 + which) * kBlockQ * sizeof(Score);
+    return shared + kAtRows + (u32(tile) % u32(kStages) * 2 + which) * kBlockQ * sizeof(Score);
   }
 
   CF_DEVICE void load_queries(i32 tile) {
@@ -122,7 +138,7 @@ struct Backward {
     if (which < 2) st_shared(row_numbers(tile, which) + own * i32(sizeof(Score)), fetched);
     cp_async_wait_group<0>();
     block_barrier();        // the tile is there for everyone; nobody reads the one before any more
-    load_queries(tile - 1);
+    if (kStages == 2) load_queries(tile - 1);
   }
 
   // Numbers of the lane's columns.
@@ -146,7 +162,6 @@ struct Backward {
     TileAddends<kR, kC> addends;
     if constexpr (kMaskOrBias) addends.template load<true>(work, col(), row);
     multiply_by_transposed(s, shared + pair() * kPairRows * TileK::kRowBytes, q_tile(tile), read_q);
-    publish(tile + 2);
     scale_scores<true>(s, derivative, work, col(), row);
     if constexpr (kMaskOrBias) addends.add_to(s);
     Score lse[kC];
@@ -185,6 +200,8 @@ struct Backward {
   CF_DEVICE void take_weights(Accumulator& dk, i32 tile) const {
     Scores dp;
     multiply_by_transposed(dp, shared + kAtV + pair() * kPairRows * TileV::kRowBytes, o_tile(tile), read_o);
+    publish(tile + kStages);
+    if constexpr (kSumsMeanwhile) sum_queries(tile + 1);
     const Score kept_scale = kDropout ? dropout_scale<Score>(p) : Score(1);
     Score delta[kC];
     read_row_numbers(delta, tile, 1);
@@ -219,28 +236,28 @@ struct Backward {
     return static_cast<u32*>(p.call.turns) + 1 + row_number(p, work.item, work.head, tile * kBlockQ);
   }
 
-  // Waits until the blocks of earlier keys have added to a tile.
-  CF_DEVICE void wait_for_turn(i32 tile) const {
-    if (p.splits == 0) return;
+  // How many blocks, those of earlier keys, add to a tile before this one.
+  CF_DEVICE u32 earlier(i32 tile) const {
+    if (p.splits == 0) return 0;
     const Interval keys = work.sight.keys_of_some(tile * kBlockQ, (tile + 1) * kBlockQ);
-    const i32 earlier = work.first / kBlockKV - keys.start / kBlockKV;
-    if (earlier > 0) wait_for_count(turn_of(tile), u32(earlier));
+    return u32(larger(work.first / kBlockKV - keys.start / kBlockKV, 0));
   }
 
   // The warp's part of dq of a tile: dA k, added to what the blocks of earlier keys have left.
   CF_DEVICE void sum_queries(i32 tile) const {
     if (tile >= work.tiles.stop) return;
+    const u32 before = earlier(tile), seen = before > 0 ? load_relaxed(turn_of(tile)) : 0;
     CF_UNROLL_1
     for (i32 part = warp_index(); part < kParts; part += kWarps) {
-      const i32 row = part % kRowParts * 16, line = part / kRowParts;
-      Score dq[2][2 * kChunk];
+      const i32 row = part % kRowParts * kDqRows, line = part / kRowParts;
+      Score dq[kDqRows / 8][2 * kChunk];
       multiply_line<kBlockKV / 16>(dq, a_tile(tile) + row * TileA::kRowBytes, read_a, shared, line, sum_k);
-      if (part < kWarps) wait_for_turn(tile);
+      if (part < kWarps && seen < before) wait_for_count(turn_of(tile), before);
       warp_barrier();          // no lane adds before its turn
       const Rows<Element> rows = rows_of<Element>(p.call.dq, p.dq, work.item, work.head);
       const bool packed = rows.packed<kChunk>();
       CF_UNROLL
-      for (int n = 0; n < 4; ++n) {
+      for (int n = 0; n < kDqRows / 4; ++n) {
         const i32 i = tile * kBlockQ + row + fragment_row(n / 2), j = line * 8 * kChunk + result_col(n % 2);
         if (i >= work.sight.q_length) continue;
         Element values[kChunk];
@@ -262,7 +279,7 @@ struct Backward {
   // Says that the block has added its share of a tile; all warps have done so and met since.
   CF_DEVICE void publish(i32 tile) const {
     if (!kSumsQueries || tile >= work.tiles.stop || p.splits == 0) return;
-    if (thread_index() == 0) red_release_increment(turn_of(tile));
+    if (thread_index() == kThreads / 2) red_release_increment(turn_of(tile));      // of a warp that will wait for weights
   }
 
   // Walks all queries; `acc` is dv in the first warp of a pair and dk in the second.
@@ -270,16 +287,29 @@ struct Backward {
     do {
       begin();
       if (work.tiles.start >= work.tiles.stop) continue;
-      CF_UNROLL_1
-      for (i32 tile = work.tiles.stop - 1; tile >= work.tiles.start - (kSumsQueries ? 1 : 0); --tile) {
-        next_tile(tile);
-        if (tile >= work.tiles.start) {
+      if constexpr (kStages == 1) {
+        CF_UNROLL_1
+        for (i32 tile = work.tiles.stop - 1; tile >= work.tiles.start; --tile) {
+          next_tile(tile);
           if (first_of_pair()) give_weights(acc, tile);
           else take_weights(acc, tile);
-        } else {
-          publish(tile + 2);
+          block_barrier();        // dA is there; nobody reads the tile any more
+          load_queries(tile - 1);
+          sum_queries(tile);
         }
-        if constexpr (kSumsQueries) sum_queries(tile + 1);
+      } else {
+        CF_UNROLL_1
+        for (i32 tile = work.tiles.stop - 1; tile >= work.tiles.start - (kSumsQueries ? 1 : 0); --tile) {
+          next_tile(tile);
+          if (tile >= work.tiles.start) {
+            if (first_of_pair()) give_weights(acc, tile);
+            else take_weights(acc, tile);
+          } else {
+            publish(tile + 2);
+          }
+          const bool summed = kSumsMeanwhile && !first_of_pair() && tile >= work.tiles.start;
+          if (kSumsQueries && !summed) sum_queries(tile + 1);
+        }
       }
       if constexpr (kSumsQueries) {
         block_barrier();        // all have added to the first tile

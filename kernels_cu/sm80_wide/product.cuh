@@ -46,6 +46,8 @@ template <int kCount> struct Factor<double, kCount> {
 };
 
 constexpr int kChains = 8;      // sums that are made at once, so that instructions do not wait for each other
+// Steps whose factors may be read ahead. Two are better for double of 64 columns too; of 128, four take fewer registers.
+constexpr int kStepsAtOnce = sizeof(Element) == 8 && larger(kHeadDim, kHeadDimV) > 64 ? 4 : 2;
 using Left = Factor<Element, 8>;
 using Right = Factor<Element, 4>;
 
@@ -80,6 +82,7 @@ CF_DEVICE void multiply_step(float (&acc)[kN][kT][4], const Factor<float, 8> (&a
 
 template <int kN, int kT>
 CF_DEVICE void multiply_step(double (&acc)[kN][kT][4], const Factor<double, 8> (&a)[kT], const Factor<double, 4> (&b)[kN]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
   CF_UNROLL
   for (int x = 0; x < 4; ++x) {
     CF_UNROLL
@@ -87,16 +90,25 @@ CF_DEVICE void multiply_step(double (&acc)[kN][kT][4], const Factor<double, 8> (
       CF_UNROLL
       for (int t = 0; t < kT; ++t) {
         double(&d)[4] = acc[n][t];
-        const double low = a[t].value[2 * x], high = a[t].value[2 * x + 1], right = b[n].value[x];
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-        mma_m8n8k4_f64(d[0], d[1], low, right);
-        mma_m8n8k4_f64(d[2], d[3], high, right);
-#else
-        mma_m16n8k4_f64(d[0], d[1], d[2], d[3], low, high, right);
-#endif
+        mma_m8n8k4_f64(d[0], d[1], a[t].value[2 * x], b[n].value[x]);
+        mma_m8n8k4_f64(d[2], d[3], a[t].value[2 * x + 1], b[n].value[x]);
       }
     }
   }
+#else
+  CF_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    CF_UNROLL
+    for (int n = 0; n < kN; ++n) {
+      CF_UNROLL
+      for (int t = 0; t < kT; ++t) {
+        const double(&rows)[8] = a[t].value;
+        mma_m16n8k8_f64(acc[n][t], rows[4 * half], rows[4 * half + 1], rows[4 * half + 2], rows[4 * half + 3],
+                        b[n].value[2 * half], b[n].value[2 * half + 1]);
+      }
+    }
+  }
+#endif
 }
 
 // Whether sums may stay where they are made.
@@ -234,7 +246,7 @@ template <class T, int kR, int kC>
 CF_DEVICE void multiply_by_transposed(Element (&acc)[kR][kC], u32 a, u32 b, const ColumnReader<T>& read) {
   constexpr int kT = kR / 2, kN = smaller(kChains / kT, kC / 2);
   clear(acc);
-  CF_UNROLL_2
+  CF_UNROLL_BY(kStepsAtOnce)
   for (int k = 0; k < T::kColCount / 16; ++k) {
     Left left[kT];
     read_left(left, read, a, k);
@@ -336,28 +348,31 @@ CF_DEVICE void multiply(Element (&acc)[kR][kO], const Element (&weights)[kR][kC]
   multiply<kFromLast>(acc, one, weights, b, read);
 }
 
-// acc = a b over 16 kSteps places: sixteen rows at address a, whose columns are in the order of the lanes, times a line of
-// the columns of b.
-template <int kSteps, class TA, class TB>
-CF_DEVICE void multiply_line(Element (&acc)[2][2 * kChunk], u32 a, const ColumnReader<TA>& read_a, u32 b, i32 line,
+// acc = a b over 16 kSteps places: 8 kR rows at address a, whose columns are in the order of the lanes, times a line of the
+// columns of b.
+template <int kSteps, int kR, class TA, class TB>
+CF_DEVICE void multiply_line(Element (&acc)[kR][2 * kChunk], u32 a, const ColumnReader<TA>& read_a, u32 b, i32 line,
                              const RowReader<TB>& read_b) {
+  constexpr int kT = kR / 2;
   clear(acc);
-  CF_UNROLL_2
+  CF_UNROLL_BY(kStepsAtOnce)
   for (int k = 0; k < kSteps; ++k) {
-    Left left[1];
+    Left left[kT];
     Right right[kChunk];
     read_left(left, read_a, a, k);
     read_b.read(right, b, k, line);
-    Element sums[kChunk][1][4];
+    Element sums[kChunk][kT][4];
     CF_UNROLL
-    for (int n = 0; n < kChunk * 4; ++n) {
-      sums[n / 4][0][n % 4] = kRoundedSums ? acc[n % 4 / 2][n / 4 * 2 + n % 2] : Element(0);
+    for (int n = 0; n < kChunk * kT * 4; ++n) {
+      const int t = n / 4 % kT, w = 2 * (n / 4 / kT);
+      sums[n / 4 / kT][t][n % 4] = kRoundedSums ? acc[2 * t + n % 4 / 2][w + n % 2] : Element(0);
     }
     multiply_step(sums, left, right);
     CF_UNROLL
-    for (int n = 0; n < kChunk * 4; ++n) {
-      Element& to = acc[n % 4 / 2][n / 4 * 2 + n % 2];
-      to = kRoundedSums ? sums[n / 4][0][n % 4] : to + sums[n / 4][0][n % 4];
+    for (int n = 0; n < kChunk * kT * 4; ++n) {
+      const int t = n / 4 % kT, w = 2 * (n / 4 / kT);
+      Element& to = acc[2 * t + n % 4 / 2][w + n % 2];
+      to = kRoundedSums ? sums[n / 4 / kT][t][n % 4] : to + sums[n / 4 / kT][t][n % 4];
     }
   }
 }

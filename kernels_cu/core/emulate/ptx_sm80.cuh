@@ -75,10 +75,12 @@ CF_DEVICE void mma_m8n8k4_f64(double& d0, double& d1, double a, double b, CF_HER
   });
 }
 
-CF_DEVICE void mma_m16n8k4_f64(double& low0, double& low1, double& high0, double& high1, double a0, double a1, double b,
+CF_DEVICE void mma_m16n8k8_f64(double (&d)[4], double a0, double a1, double a2, double a3, double b0, double b1,
                                CF_HERE) {
-  mma_m8n8k4_f64(low0, low1, a0, b, file, line);
-  mma_m8n8k4_f64(high0, high1, a1, b, file, line);
+  mma_m8n8k4_f64(d[0], d[1], a0, b0, file, line);
+  mma_m8n8k4_f64(d[2], d[3], a1, b0, file, line);
+  mma_m8n8k4_f64(d[0], d[1], a2, b1, file, line);
+  mma_m8n8k4_f64(d[2], d[3], a3, b1, file, line);
 }
 
 CF_DEVICE u32 movmatrix_trans(u32 x, CF_HERE) {
