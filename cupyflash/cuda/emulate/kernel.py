@@ -76,6 +76,8 @@ class Function:
         CPU threads that execute blocks; 0 is one a core.
     flush_subnormals : bool
         Round float32 operands and results below the normal range to 0, as CuPy's -ftz=true does.
+    static_bytes : int
+        Shared memory of a block beside that of the launch.
     memory : callable, optional
         From the bytes of the arguments to the `Memory` that the kernel may touch beside its own. Where it is absent
         or finds nothing, any address is good. Only checked kernels ask.
@@ -90,10 +92,12 @@ class Function:
         seed: int = 0,
         workers: int = 0,
         flush_subnormals: bool = True,
+        static_bytes: int = 0,
         memory: Callable[[Sequence[bytes]], Sequence[Memory]] | None = None,
     ):
         self.name, self.library, self.checked = name, library, checked
         self.seed, self.flush_subnormals, self.memory = seed, flush_subnormals, memory
+        self.static_bytes = static_bytes
         self.workers = workers or len(os.sched_getaffinity(0))
         loaded = ctypes.CDLL(str(library))
         self._launch = loaded.cupyflash_emulate_launch
@@ -141,7 +145,7 @@ class Function:
             seed=self.seed,
             grid=blocks,
             threads=threads,
-            shared_bytes=shared_mem,
+            shared_bytes=shared_mem + self.static_bytes,
             workers=max(1, min(self.workers, blocks)),
             flush_subnormals=self.flush_subnormals,
             checked=self.checked,

@@ -21,7 +21,7 @@ from .kernel import Function, Memory
 _MOST_ARRAYS = 256
 _BACKWARD_ALONE = ("dlse", "delta", "wrt", "grads_out", "accumulate")  # keywords that a forward does not take
 # Whose words all have a second implementation.
-_FAMILIES = ("simt", "sm80", "sm80_wide", "sm90_wide", "prepost")
+_FAMILIES = ("simt", "sm80", "sm80_wide", "sm90", "sm90_wide", "prepost")
 # What kernels may write, by name; all those of a backward may write the same.
 _WRITTEN = {
     "forward": ("out", "lse", "partials"),
@@ -56,8 +56,8 @@ class Machine:
     workers : int
         CPU threads that execute blocks; 0 is one a core.
     compute_capability : int
-        Of the GPU that it stands for: it decides families and tile sizes. At 90 there are kernels, those of sm90,
-        that use more of TMA than is emulated.
+        Of the GPU that it stands for: it decides families and tile sizes. At 90 there are kernels, those of
+        sm90's backward, that use more of TMA than is emulated.
     edit : callable, optional
         Changes the source of every kernel before it is compiled, to see that a fault is found.
 
@@ -157,7 +157,7 @@ class Machine:
                 raise ValueError(
                     f"the kernel '{config}' needs {config.shared_bytes} bytes of shared memory of {limit}"
                 )
-            if config.family not in _FAMILIES:
+            if config.family not in _FAMILIES or (config.family == "sm90" and config.kernel != "forward"):
                 raise ValueError(
                     f"the kernel '{config}' uses more of TMA than is emulated: below 9.0 it is not chosen"
                 )
@@ -170,6 +170,7 @@ class Machine:
                 seed=self.seed,
                 workers=self.workers,
                 flush_subnormals=config.score_bytes == 4,
+                static_bytes=1024 if config.family.startswith("sm90") else 0,
                 memory=lambda values: self._memory(values, written),
             )
         return _Loaded(self._functions[config])

@@ -45,6 +45,7 @@ template <class T> CF_UNANNOUNCED T& swizzled_at(u32 byte) {
 
 // What TMA reads of global memory: an access of the kernel's, whose place is checked.
 inline u16 element_at(u64 address) { return *reinterpret_cast<const u16*>(address); }
+inline void store_at(u64 address, u16 element) { *reinterpret_cast<u16*>(address) = element; }
 
 // Where a wgmma's descriptor says that an element of its operand lies: the operand is `across` x 16 deep.
 template <bool kByRows> CF_UNANNOUNCED u16 operand(u64 descriptor, u32 across, u32 deep) {
@@ -109,12 +110,13 @@ template <int N> CF_DEVICE void setmaxnreg_inc() {}
 CF_DEVICE void fence_proxy_async_global() {}
 CF_DEVICE u32 atom_inc(u32* counter) { return emulate::increment(counter); }
 
-// Static shared memory is the first 1024 bytes of the launch's, which on a GPU are there to align what follows.
+// Static shared memory is the first 2048 bytes of the block's: 1024 are there for it, and 1024 that on a GPU align what
+// follows.
 template <class T> CF_DEVICE T& static_shared_storage() {
-  static_assert(sizeof(T) <= 1024, "room for it");
-  return *reinterpret_cast<T*>(emulate::shared_memory(1024));
+  static_assert(sizeof(T) <= 2048, "room for it");
+  return *reinterpret_cast<T*>(emulate::shared_memory(2048));
 }
-CF_DEVICE u32 shared_tiles() { return 1024; }
+CF_DEVICE u32 shared_tiles() { return 2048; }
 
 CF_DEVICE void wgmma_fence(CF_HERE) { emulate::wait_for_warp_in_order({"wgmma_fence", file, line}); }
 CF_DEVICE void wgmma_commit_group() {}
@@ -122,22 +124,42 @@ template <int N> CF_DEVICE void wgmma_wait_group(CF_HERE) {
   emulate::wait_for_warp_in_order({"wgmma_wait_group", file, line});
 }
 
-// Two-byte elements only. What is loaded over is not checked: who reads it must have waited for the barrier.
-CF_UNANNOUNCED inline void cp_async_bulk_tensor_5d_load(u32 to, const TensorMap& map, u32 bar, i32 c0, i32 c1, i32 c2,
-                                                        i32 c3, i32 c4) {
-  if (to % 1024 != 0) emulate::fault("cp_async_bulk_tensor_5d_load: a swizzled tile at byte %u", to);
+namespace emulate {
+
+// use(shared, address) for all two-byte elements of a box: in the swizzled tile, and in the tensor, 0 outside it.
+template <class Use> CF_UNANNOUNCED void for_box(u32 tile, const TensorMap& map, const i32 (&corner)[5], Use use) {
+  if (tile % 1024 != 0) fault("TMA: a swizzled tile at byte %u", tile);
   for (u32 r = 0; r < map.box[1]; ++r) {
     for (u32 c = 0; c < map.box[0]; ++c) {
-      const i64 at[5] = {c0 + i32(c), c1 + i32(r), c2, c3, c4};
+      const i64 at[5] = {corner[0] + i32(c), corner[1] + i32(r), corner[2], corner[3], corner[4]};
       u64 address = map.address + at[0] * map.itemsize;
       bool inside = true;
       for (int n = 0; n < 5; ++n) inside = inside && at[n] >= 0 && u64(at[n]) < map.sizes[n];
       for (int n = 1; n < 5; ++n) address += at[n] * map.strides[n - 1];
-      emulate::swizzled_at<u16>(to + r * 128 + c * 2) = inside ? emulate::element_at(address) : u16(0);
+      use(swizzled_at<u16>(tile + r * 128 + c * 2), inside ? address : 0);
     }
   }
+}
+
+}  // namespace emulate
+
+// What is loaded over is not checked: who reads it must have waited for the barrier.
+CF_UNANNOUNCED inline void cp_async_bulk_tensor_5d_load(u32 to, const TensorMap& map, u32 bar, i32 c0, i32 c1, i32 c2,
+                                                        i32 c3, i32 c4) {
+  emulate::for_box(to, map, {c0, c1, c2, c3, c4}, [](u16& shared, u64 address) CF_UNANNOUNCED {
+    shared = address != 0 ? emulate::element_at(address) : u16(0);
+  });
   emulate::complete_tx(bar, i32(map.box[0] * map.box[1] * map.itemsize));
 }
+CF_UNANNOUNCED inline void cp_async_bulk_tensor_5d_store(const TensorMap& map, u32 from, i32 c0, i32 c1, i32 c2, i32 c3,
+                                                         i32 c4) {
+  emulate::for_box(from, map, {c0, c1, c2, c3, c4}, [](u16& shared, u64 address) CF_UNANNOUNCED {
+    if (address != 0) emulate::store_at(address, shared);
+  });
+}
+CF_DEVICE void cp_async_bulk_commit_group() {}
+CF_DEVICE void cp_async_bulk_wait_group_read() {}
+CF_DEVICE void cp_async_bulk_wait_group() {}
 
 CF_UNANNOUNCED inline void mbarrier_init(u64& bar, u32 count) {
   emulate::shared_at<emulate::Mbarrier>(shared_address(&bar)) = {u16(count), u16(count), 0, 0};
@@ -179,6 +201,15 @@ CF_DEVICE void stmatrix_x4(u32 to, u32 a, u32 b, u32 c, u32 d, CF_HERE) {
 }
 
 CF_DEVICE float rcp_approx_ftz(float x) { return 1.0f / x; }
-CF_DEVICE u32 signs_of_halves(u32 x) { return (x >> 31) * 0xffff0000u | (x >> 15 & 1) * 0xffffu; }
+CF_DEVICE u32 max_u16x2(u32 a, u32 b) { return larger(a >> 16, b >> 16) << 16 | larger(a & 0xffff, b & 0xffff); }
+CF_DEVICE u32 add_min_relu_s16x2(u32 a, u32 b, u32 c) {
+  const auto half = [](u16 a, u16 b, u16 c) { return u32(u16(larger(smaller(i32(i16(a + b)), i32(i16(c))), 0))); };
+  return half(a >> 16, b >> 16, c >> 16) << 16 | half(a, b, c);
+}
+CF_DEVICE u32 byte_perm(u32 x, u32 y, u32 how) {
+  u32 r = 0;
+  for (int n = 0; n < 4; ++n) r |= (u32((u64(y) << 32 | x) >> (how >> 4 * n & 7) * 8) & 0xff) << 8 * n;
+  return r;
+}
 
 #undef CF_HERE
