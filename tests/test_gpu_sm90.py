@@ -120,8 +120,8 @@ def marked(monkeypatch):
                 "float m[2], l[2], fast[2], rescale[2]; bool slow = false;",
             ),
             (
-                "float top[2];\n    maxima(s, top);\n    CF_UNROLL",
-                "slow = true; float top[2]; maxima(s, top);\n    CF_UNROLL",
+                "look_again(const float (&top)[2], const float (&sums)[2], float unit) {",
+                "look_again(const float (&top)[2], const float (&sums)[2], float unit) { slow = true;",
             ),
             ("lse = seen ? own : -infinity;", "lse = slow ? 12345.0f : seen ? own : -infinity;"),
         ):
@@ -208,3 +208,108 @@ def test_dropout_on_either_side_of_a_half(cupy, d, p):
     for origin in ((0, 0, 0), (1, 16, 32), (0, 3, 0), (0, 0, 5)):
         options = {"dropout_p": p, "dropout_seed": 7, "dropout_origin": origin, "causal": "bottom_right"}
         check(q, k, v, **options, backward=False)
+
+
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("n", [15, 16, 17, 100, 128, 129, KEYS])
+def test_masks_of_any_width_layout_and_byte(cupy, d, n):
+    q, k, v = qkv(cupy, 2, 3, 150, n, d, dtype=BFLOAT16)
+    bits = np.random.default_rng(n).random((2, 3, 150, n)) < 0.6
+    bits[0, 1, 7] = False
+    k[0, 0, -1] = v[0, 0, -1] = np.nan
+    bits[0, 0, :, -1] = False
+    v[0, 0, -1] = 0
+    mask = cupy.asarray(bits)
+    check(q, k, v, mask=mask, backward=False)
+    plain = cupyflash.attention(q, k, v, mask=mask)
+    wider = cupy.zeros((2, 3, 150, n + 35), bool)
+    wider[..., 3 : 3 + n] = mask
+    as_bytes = cupy.asarray(np.where(bits, 128, 0).astype(np.uint8)).view(bool)
+    columns_first = cupy.asarray(np.ascontiguousarray(bits.swapaxes(2, 3))).swapaxes(2, 3)
+    for same in (wider[..., 3 : 3 + n], as_bytes, columns_first):
+        assert_same(cupyflash.attention(q, k, v, mask=same), plain, "out")
+    for part in (mask[:, :, :1], mask[:1, :1], mask[..., :1], mask[0, 0, 0]):
+        check(q[1:], k[1:], v[1:], mask=part[-1:] if part.ndim == 4 else part, backward=False)
+
+
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("softcap", [2.0, 30.0, 100.0])
+def test_scores_near_the_softcap_in_some_rows_alone(cupy, d, softcap):
+    q, k, v = qkv(cupy, 1, 2, 200, KEYS, d, dtype=BFLOAT16)
+    q[:, :, 40] *= 40
+    q[:, 1, 100:120] *= softcap / 4
+    check(q, k, v, softcap=softcap, backward=False)
+    check(q, k, v, softcap=softcap, scale=-0.2, causal="bottom_right", backward=False)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("slope", [2.0**-8, 0.25, 1.0, 3.0, -0.01, -0.7])
+@pytest.mark.parametrize("offset", [-100, 0, 600, 1500])
+def test_alibi_that_rises_from_tile_to_tile(cupy, d, slope, offset):
+    """Also where products fall as it rises, so that a reference that went with it would be far too large."""
+    slopes = cupy.asarray(np.float32([slope, slope / 2]))
+    q, k, v = qkv(cupy, 1, 2, 90, KEYS, d, dtype=BFLOAT16)
+    check(q, k, v, alibi_slopes=slopes, query_offset=offset, backward=False)
+    far = np.where(np.arange(KEYS) > KEYS - 200, 300.0, 0.0)
+    for keys in (far, far[::-1], -far, np.linspace(0, 300, KEYS), np.linspace(300, 0, KEYS)):
+        q, k, v = scored(cupy, keys, d, BFLOAT16)
+        check(q, k, v, scale=1.0, alibi_slopes=slopes, query_offset=offset, backward=False)
+
+
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("n", [15, 17, 100, 128, KEYS])
+def test_biases_of_any_width_layout_and_dtype(cupy, d, n):
+    q, k, v = qkv(cupy, 2, 3, 150, n, d, dtype=BFLOAT16)
+    values = np.random.default_rng(n).standard_normal((2, 3, 150, n))
+    values[np.random.default_rng(n).random(values.shape) < 0.2] = NEG_INF
+    values[0, 1, 7] = NEG_INF
+    for dtype in (BFLOAT16, np.dtype(np.float32), np.dtype(np.float16)):
+        bias = cupy.asarray(values.astype(dtype))
+        check(q, k, v, bias=bias, backward=False)
+        plain = cupyflash.attention(q, k, v, bias=bias)
+        wider = cupy.zeros((2, 3, 150, n + 35), dtype)
+        wider[..., 3 : 3 + n] = bias
+        for same in (wider[..., 3 : 3 + n], cupy.asarray(bias.swapaxes(2, 3).copy()).swapaxes(2, 3)):
+            assert_same(cupyflash.attention(q, k, v, bias=same), plain, "out")
+        for part in (bias[:, :, :1], bias[:1, :1], bias[..., :1]):
+            check(q[1:], k[1:], v[1:], bias=part[-1:], mask=cupy.isfinite(bias[1:]), backward=False)
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_keys_that_a_mask_or_bias_hides_may_be_anything(cupy, d):
+    """Also in tiles that all rows see, where the steps without a maximum are."""
+    q, k, v = qkv(cupy, 1, 2, 200, KEYS, d, dtype=BFLOAT16)
+    hidden = np.random.default_rng(d).random(KEYS) < 0.1
+    for bad in (np.nan, np.inf, 1e30):
+        dirty = k.copy()
+        dirty[:, :, hidden] = bad
+        mask = cupy.asarray(np.broadcast_to(~hidden, (200, KEYS)))
+        bias = cupy.where(mask, 0.5, NEG_INF)
+        for dtype in (BFLOAT16, np.float32):
+            check(q, dirty, v, bias=bias.astype(dtype), backward=False)
+        check(q, dirty, v, mask=mask.copy(), backward=False)
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_queries_past_their_length_change_no_bit_of_the_others(cupy, d):
+    q, k, v = qkv(cupy, 1, 2, 200, KEYS, d, dtype=BFLOAT16)
+    mask = cupy.asarray(np.random.default_rng(d).random((200, KEYS)) < 0.9)
+    bias = normal(cupy, (200, KEYS), BFLOAT16, 7)
+    slopes = cupy.asarray(np.float32([0.5, 0.01]))
+    dirty = q.copy()
+    dirty[:, :, 150:] = 1e4
+    dirty[:, :, 170:] = np.nan
+    for options in (
+        {},
+        {"softcap": 30.0},
+        {"alibi_slopes": slopes, "query_offset": 0},
+        {"mask": mask},
+        {"bias": bias},
+        {"dropout_p": 0.3, "dropout_seed": 5},
+        {"mask": mask, "bias": bias, "softcap": 20.0},
+    ):
+        assert_same(
+            cupyflash.attention(dirty, k, v, q_lengths=150, **options),
+            cupyflash.attention(q, k, v, q_lengths=150, **options),
+            f"out with {sorted(options)}",
+        )

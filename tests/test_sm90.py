@@ -257,19 +257,19 @@ def test_what_cannot_be_read_in_place_is_copied_with_padded_rows():
     bias = strided((4, 10, 10), (100, 10, 1), np.float64)
     problem = SimpleNamespace(dtype=np.dtype(np.float16), q=whole, k=odd, v=whole, mask=mask, bias=bias)
     copies = sm90_launch.copies(problem)
-    assert {name: copy.row for name, copy in copies.items()} == {"k": 8, "mask": 10, "bias": 10}
+    assert {name: copy.row for name, copy in copies.items()} == {"k": 8, "mask": 16, "bias": 10}
     assert copies["k"].layout.strides == (640, 160, 16, 2)
     assert copies["k"].nbytes == 2 * 4 * 10 * 8 * 2
-    assert copies["mask"].nbytes == 100
+    assert copies["mask"].nbytes == 160
     assert copies["bias"].layout.dtype == np.float32
 
 
 @pytest.mark.parametrize(
     ("bias", "copied"),
     [
-        (strided((4, 10, 10), (100, 10, 1)), False),
-        (strided((4, 10, 9), (90, 9, 1)), True),  # rows at odd addresses
-        (strided((4, 10, 9), (100, 10, 1)), False),
+        (strided((4, 10, 16), (160, 16, 1)), False),
+        (strided((4, 10, 10), (100, 10, 1)), True),  # rows at addresses that are no multiples of 16
+        (strided((4, 10, 9), (160, 16, 1)), False),
         (strided((4, 10, 10), (100, 1, 10)), True),
         (strided((4, 10, 1), (10, 1, 1)), False),  # one column
         (strided((4, 10, 10), (10, 1, 0), np.float64), False),

@@ -36,6 +36,7 @@ class Geometry(NamedTuple):
     out_panels: int  # of 64 columns that results take at a time on their way out
     producer_registers: int
     consumer_registers: int
+    addends: bool = False  # tiles of a mask and of a bias have their place in shared memory
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"/{self.head_dim_v}")
@@ -76,7 +77,8 @@ class Geometry(NamedTuple):
         row, row_v = 128 * ceil(self.head_dim, 64), 128 * ceil(self.head_dim_v, 64)
         keys_and_values = self.stages * self.block_kv * (row + row_v)
         queries_and_results = self.block_q * (self.q_stages * row + 128 * self.out_panels)
-        return ALIGNMENT_BYTES + queries_and_results + keys_and_values
+        addends = 3 * self.block_q * self.block_kv * self.addends
+        return ALIGNMENT_BYTES + queries_and_results + keys_and_values + addends
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
         """The row as it runs these head dims: TMA fills up with zeros."""
@@ -150,25 +152,33 @@ PLAIN = (
     _row(256, 256, 128, 64, ping_pong=False, q_stages=1, out_panels=2),
 )
 SHAPED = (
-    _row(64, 64, 192, 80, ping_pong=False),
+    _row(64, 64, 192, 112, ping_pong=False),
     _row(96, 96, 128, 128),
     _row(128, 128, 128, 128),
     _row(192, 128, 128, 96, ping_pong=False, q_stages=1),
-    _row(192, 192, 128, 80, ping_pong=False, optimistic=False, q_stages=1),
-    _row(256, 256, 128, 64, ping_pong=False, optimistic=False, q_stages=1, out_panels=2),
+    _row(192, 192, 128, 80, ping_pong=False, q_stages=1),
+    _row(256, 256, 128, 64, ping_pong=False, q_stages=1, out_panels=2),
 )
+# Of a key tile beside the tiles of a mask and a bias, which want shared memory and registers; by head dim.
+MOST_KEYS_WITH_ADDENDS = {64: 64, 96: 96, 128: 96, 256: 48}
 
 
 def _rows(options: tuple[bool, ...]) -> tuple[Geometry, ...]:
-    """The rows of a forward with these options.
-
-    With addends and more, an optimistic step is too much code. Dropout comes between the two products that a turn
-    would hold together.
-    """
-    rows: tuple[Geometry, ...] = SHAPED if any(options) else PLAIN
-    if options[0] and any(options[1:]):
-        rows = tuple(row._replace(optimistic=False) for row in rows)
-    return tuple(row._replace(ping_pong=False) for row in rows) if options[2] else rows
+    """The rows of a forward with these options."""
+    addends, _, dropout = options
+    if addends:
+        return tuple(
+            row._replace(
+                block_kv=MOST_KEYS_WITH_ADDENDS.get(row.head_dim, row.block_kv),
+                q_stages=1,
+                out_panels=1,
+                addends=True,
+            )
+            for row in SHAPED
+        )
+    if dropout:
+        return tuple(row._replace(block_kv=80) if row.head_dim == 64 else row for row in SHAPED)
+    return SHAPED if any(options) else PLAIN
 
 
 # (kernel, bytes of the score type, options) -> geometries.

@@ -106,19 +106,20 @@ def copies(problem: Any, dout: Any = None) -> dict[str, Copy]:
     """The operands that the kernel cannot read in place, and how they are copied: with rows padded to whole units.
 
     They are q, k, v and dout of 16 bits that TMA does not take, and in the forward a mask or bias whose columns
-    cannot be read in pairs, or whose dtype is neither that of q nor float32. With dout, an array or its layout, those
-    of a backward.
+    cannot be read in pairs (beside q of 16 bits: a mask, or a bias of q's dtype, 16 bytes at a time), or whose dtype
+    is neither that of q nor float32. With dout, an array or its layout, those of a backward.
     """
-    p, forward = problem, dout is None
+    p, forward, halves = problem, dout is None, problem.dtype.itemsize == 2
     wanted: dict[str, tuple[Any, int, np.dtype[Any]]] = {}
-    if p.dtype.itemsize == 2:
+    if halves:
         by_tma = {"q": p.q, "k": p.k, "v": p.v} | ({} if forward else {"dout": dout})
         wanted |= {name: (x, ALIGNMENT // p.dtype.itemsize, p.dtype) for name, x in by_tma.items()}
     if forward and p.mask is not None and not _one_column(p.mask):
-        wanted["mask"] = (p.mask, 2, p.mask.dtype)
+        wanted["mask"] = (p.mask, ALIGNMENT if halves else 2, p.mask.dtype)
     if forward and p.bias is not None and not _one_column(p.bias):
         single = np.dtype(np.float32)
-        wanted["bias"] = (p.bias, 2, p.bias.dtype if p.bias.dtype in (p.dtype, single) else single)
+        dtype = p.bias.dtype if p.bias.dtype in (p.dtype, single) else single
+        wanted["bias"] = (p.bias, ALIGNMENT // 2 if halves and dtype == p.dtype else 2, dtype)
     return {
         name: _copy(x, multiple, dtype)
         for name, (x, multiple, dtype) in wanted.items()

@@ -9,11 +9,15 @@
 
 struct Words { u32 word[4]; };
 
+CF_DEVICE Words philox_round(const Words& c, u32 key0, u32 key1) {
+  const u64 x = u64(0xD2511F53u) * c.word[0], y = u64(0xCD9E8D57u) * c.word[2];
+  return {{u32(y >> 32) ^ c.word[1] ^ key0, u32(y), u32(x >> 32) ^ c.word[3] ^ key1, u32(x)}};
+}
+
 CF_DEVICE Words philox4x32_7(Words counter, u32 key0, u32 key1) {
   CF_UNROLL
   for (int round = 0; round < 7; ++round) {
-    const u64 x = u64(0xD2511F53u) * counter.word[0], y = u64(0xCD9E8D57u) * counter.word[2];
-    counter = {{u32(y >> 32) ^ counter.word[1] ^ key0, u32(y), u32(x >> 32) ^ counter.word[3] ^ key1, u32(x)}};
+    counter = philox_round(counter, key0, key1);
     key0 += 0x9E3779B9u;
     key1 += 0xBB67AE85u;
   }

@@ -69,83 +69,8 @@ CF_DEVICE void add_alibi(Scores& s, const Work& work, i32 row, i32 col, float sc
   }
 }
 
-// Columns of a tile of mask or bias, counted from this thread's first: those from `inside` on lie beyond the array. A
-// tile of which all is inside has a form without tests; where such tiles have steps of their own, kWhole tells them.
-template <bool kWhole> struct Columns {
-  i32 inside;
-  CF_DEVICE bool whole() const { return kWhole || (!kOptimistic && inside >= kBlockKV); }
-
-  // Pairs of a row: pair j holds columns 8 j and 8 j + 1. The last pair inside may reach one column further, into the
-  // padding of the row.
-  template <class T, class Use> CF_DEVICE void for_pairs(const T* row, Use use) const {
-    if (whole()) {
-      CF_UNROLL
-      for (int j = 0; j < kBlockKV / 8; ++j) use(j, *reinterpret_cast<const Packed<T, 2>*>(row + 8 * j));
-    } else {
-      CF_UNROLL
-      for (int j = 0; j < kBlockKV / 8; ++j) {
-        if (8 * j < inside) use(j, *reinterpret_cast<const Packed<T, 2>*>(row + 8 * j));
-      }
-    }
-  }
-};
-
-template <class T, class Cols> CF_DEVICE void add_bias_row(Scores& s, int h, const T* row, const Cols& columns) {
-  columns.for_pairs(row, [&](int j, Packed<T, 2> pair) {
-    CF_UNROLL
-    for (int x = 0; x < 2; ++x) {
-      float& score = s[4 * j + 2 * h + x];
-      score = with_addend(score, convert<float>(pair.value[x]));
-    }
-  });
-}
-
-CF_DEVICE void add_to_row(Scores& s, int h, float addend) {
-  CF_UNROLL
-  for (int n = 0; n < kScores / 2; ++n) {
-    float& score = s[4 * (n / 2) + 2 * h + n % 2];
-    score = with_addend(score, addend);
-  }
-}
-
-// Rows past the end repeat the last one: they are not used.
-template <class Cols>
-CF_DEVICE void add_bias(Scores& s, const Addends& a, i32 row, i32 last_row, i32 col, const Cols& columns) {
-  CF_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    const i64 first = a.bias_first + smaller(row + 8 * h, last_row) * a.bias_row + col * a.bias_col;
-    if (a.bias_col == 0) {
-      add_to_row(s, h, load_kind<float>(a.bias, a.bias_kind, first));
-    } else if (a.bias_kind == kFloat32) {
-      add_bias_row(s, h, static_cast<const float*>(a.bias) + first, columns);
-    } else {
-      add_bias_row(s, h, static_cast<const Element*>(a.bias) + first, columns);
-    }
-  }
-}
-
-template <class Cols>
-CF_DEVICE void apply_mask(Scores& s, const Addends& a, i32 row, i32 last_row, i32 col, const Cols& columns) {
-  CF_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    const u8* allowed = a.mask + smaller(row + 8 * h, last_row) * a.mask_row + col * a.mask_col;
-    if (a.mask_col == 0) {
-      add_to_row(s, h, *allowed != 0 ? 0.0f : -Limits<float>::infinity());
-    } else {
-      columns.for_pairs(allowed, [&](int j, Packed<u8, 2> pair) {
-        CF_UNROLL
-        for (int x = 0; x < 2; ++x) {
-          if (pair.value[x] == 0) s[4 * j + 2 * h + x] = -Limits<float>::infinity();
-        }
-      });
-    }
-  }
-}
-
-// scale, softcap, ALiBi, bias, mask, in this order. (row, col) is the place of this thread's entry 0. kWhole: all keys
-// of the tile are inside.
-template <bool kWhole>
-CF_DEVICE void shape(Scores& s, const Params& p, const Launch& launch, const Work& work, i32 row, i32 col) {
+// scale, softcap, ALiBi, in this order. (row, col) is the place of this thread's entry 0.
+CF_DEVICE void shape_products(Scores& s, const Params& p, const Launch& launch, const Work& work, i32 row, i32 col) {
   const bool capped = kSoftcapOrAlibi && work.terms.softcap > 0.0f;
   const bool sloped = kSoftcapOrAlibi && p.call.slopes != nullptr;
   if constexpr (kSoftcapOrAlibi) {
@@ -157,12 +82,6 @@ CF_DEVICE void shape(Scores& s, const Params& p, const Launch& launch, const Wor
       CF_UNROLL
       for (int n = 0; n < kScores; ++n) s[n] = times(s[n], launch.scale);
     }
-  }
-  if constexpr (kMaskOrBias) {
-    const i32 last_row = p.seqlen_q - 1;
-    const Columns<kWhole> columns{p.seqlen_k - col};
-    if (p.call.bias != nullptr) add_bias(s, work.addends, row, last_row, col, columns);
-    if (p.call.mask != nullptr) apply_mask(s, work.addends, row, last_row, col, columns);
   }
 }
 
@@ -220,25 +139,40 @@ CF_DEVICE void drop(Scores& weights, const DropoutStream& stream, i32 row, i32 c
 }
 
 // The same for weights that are rounded already, where 16x16 blocks fall together with those that one Philox call
-// serves.
-CF_DEVICE bool in_groups(const DropoutStream& stream) { return stream.aligned(); }
+// serves, and at least half of the weights are kept, but not all.
+CF_DEVICE bool in_groups(const DropoutStream& stream) {
+  return stream.aligned() && stream.threshold >= 0x8000u && stream.threshold <= 0xffffu;
+}
 
-// weights: a tile of them, rounded; a pair has its bits in one word. Halves u of a word w at or above the threshold T
-// have bit 15 in w AND or OR (u % 2^15 + what T lacks of 2^15, or of 2^16), as T is above 2^15 or below.
+// Philox at several counters in step: each round waits for the one before.
+template <int kCount> CF_DEVICE void philox_in_step(Words (&counter)[kCount], u32 key0, u32 key1) {
+  CF_UNROLL
+  for (int round = 0; round < 7; ++round) {
+    CF_UNROLL
+    for (int n = 0; n < kCount; ++n) counter[n] = philox_round(counter[n], key0, key1);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+}
+
+// weights: a tile of them, rounded; a pair has its bits in one word. With 16 random bits u and the threshold T, larger
+// (u, T - 1) + 0x8000 - T is 0x7fff for a weight that is kept and, as signed number, negative for one that is dropped.
 CF_DEVICE void drop_pairs(u32* weights, const DropoutStream& stream, i32 row, i32 col) {
-  const u32 threshold = stream.threshold;
-  const u32 lacking = ((threshold < 0x8000u ? 0x8000u : 0x10000u) - threshold) * 0x10001u;
-  const u32 either = opaque(threshold < 0x8000u ? ~0u : 0u);             // else a choice for each
+  constexpr int kBlocks = kBlockKV / 16;
+  constexpr int kAtOnce = kBlocks % 4 == 0 ? 4 : kBlocks % 3 == 0 ? 3 : kBlocks % 5 == 0 ? 5 : kBlocks;
+  const u32 most = (stream.threshold - 1) * 0x10001u, shift = (0x8000u - stream.threshold & 0xffffu) * 0x10001u;
   Words counter = stream.counter_of(u32(row + stream.origin_i), u32(col + stream.origin_j));
   CF_UNROLL
-  for (int block = 0; block < kBlockKV / 16; ++block) {
-    const Words words = philox4x32_7(counter, stream.key0, stream.key1);
-    counter.word[0] += 4;
+  for (int block = 0; block < kBlocks; block += kAtOnce) {
+    Words words[kAtOnce];
     CF_UNROLL
-    for (int n = 0; n < 4; ++n) {                                       // word 2 a + b: rows + 8 a, columns + 8 b
-      const u32 w = words.word[n], sum = (w & 0x7fff7fffu) + lacking;
-      const u32 dropped = (w & sum) | (either & (w | sum));
-      weights[4 * block + 2 * (n % 2) + n / 2] &= ~signs_of_halves(dropped);
+    for (int n = 0; n < kAtOnce; ++n) words[n] = counter, words[n].word[0] += 4 * n;
+    philox_in_step(words, stream.key0, stream.key1);
+    counter.word[0] += 4 * kAtOnce;
+    CF_UNROLL
+    for (int n = 0; n < 4 * kAtOnce; ++n) {                               // word 2 a + b: rows + 8 a, columns + 8 b
+      u32& pair = weights[4 * block + n / 4 * 4 + 2 * (n % 2) + n % 4 / 2];
+      pair = add_min_relu_s16x2(max_u16x2(words[n / 4].word[n % 4], most), shift, pair);
     }
   }
 }

@@ -72,12 +72,16 @@ struct Softmax {
     fast[h] = fast_reference(to, unit);
   }
 
-  // A careful step's references: the maximum, or the old one where that is little too small. Whether some row of the
-  // warp has moved.
-  CF_DEVICE bool look(const Scores& s, float unit) {
-    float top[2];
+  // All references grow, before the scores that will want it are there.
+  CF_DEVICE void go_ahead(float by, float unit) {
+    CF_UNROLL
+    for (int h = 0; h < 2; ++h) move(h, m[h] + by, unit);
+  }
+
+  // References for rows whose largest scores are `top`: those, or the old one where that is little too small. Whether
+  // some row of the warp has moved.
+  CF_DEVICE bool look(const float (&top)[2], float unit) {
     bool stay[2];
-    maxima(s, top);
     CF_UNROLL
     for (int h = 0; h < 2; ++h) stay[h] = times(top[h] - m[h], unit) <= kLazyLimit;          // false for -inf - -inf
     const bool moved = vote_any(!stay[0] || !stay[1]);
@@ -88,11 +92,9 @@ struct Softmax {
     return moved;
   }
 
-  // An optimistic step's, after its sums have left the range in some row of the warp. Rows that did not stay as they
-  // were: a row's bits never depend on its neighbours.
-  CF_DEVICE void look_again(const Scores& s, const float (&sums)[2], float unit) {
-    float top[2];
-    maxima(s, top);
+  // The same after sums have left the range in some row of the warp. Rows that did not stay as they were: a row's bits
+  // never depend on its neighbours.
+  CF_DEVICE void look_again(const float (&top)[2], const float (&sums)[2], float unit) {
     CF_UNROLL
     for (int h = 0; h < 2; ++h) {
       const bool out = row_max(in_range(sums[h]) ? 0.0f : 1.0f) != 0.0f;
@@ -119,16 +121,13 @@ struct Softmax {
     }
   }
 
-  // All of them, by the form that these references allow; the sums join l.
-  CF_DEVICE void weigh(Scores& s, float unit) {
-    float sums[2] = {0.0f, 0.0f};
+  // All of them, by the form that these references allow.
+  CF_DEVICE void weigh(Scores& s, float unit, float (&sums)[2]) const {
     if (vote_any(fast[0] != fast[0] || fast[1] != fast[1])) {
       weigh<false>(s, 0, kScores / 4, unit, sums);
     } else {
       weigh<true>(s, 0, kScores / 4, unit, sums);
     }
-    l[0] += sums[0];
-    l[1] += sums[1];
   }
 
   // Ends row h, after its sink (-inf: none) has taken its share: the factor that makes its accumulated output the mean,

@@ -2,7 +2,7 @@
 // out.
 #pragma once
 #include "sm90/pipeline.cuh"
-#include "sm90/softmax.cuh"
+#include "sm90/steady.cuh"
 
 constexpr i32 kPanels = ceil_div(kHeadDim, 64), kPanelsV = ceil_div(kHeadDimV, 64);
 constexpr u32 kQBytes = kBlockQ * 128 * kPanels, kOutBytes = kBlockQ * 128 * kOutPanels;
@@ -10,7 +10,8 @@ constexpr u32 kKBytes = kBlockKV * 128 * kPanels, kVBytes = kBlockKV * 128 * kPa
 constexpr i32 kOutColumns = kPanelsV == kOutPanels ? kHeadDimV : 64 * kOutPanels;   // of results on their way at a time
 constexpr u32 kQAt = 0, kKAt = kQAt + kQStages * kQBytes, kVAt = kKAt + kStages * kKBytes;
 constexpr u32 kOutAt = kVAt + kStages * kVBytes;
-static_assert(1024 + kOutAt + kOutBytes == kSharedBytes, "the launch gives what the kernel uses");
+constexpr u32 kAddendsAt = kOutAt + kOutBytes;
+static_assert(1024 + kAddendsAt + kAddendBytes == kSharedBytes, "the launch gives what the kernel uses");
 static_assert(kPanelsV % kOutPanels == 0, "results leave in equal parts");
 static_assert(kBlockKV % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole steps of 16");
 

@@ -107,9 +107,11 @@ struct Consumer {
   // Scores become weights, those that dropout removes 0. Whether the references have moved.
   CF_DEVICE bool to_weights(Scores& s, const Work& work, bool left_edge, bool right_edge) {
     if (vote_any(any_lost(s))) recover(s, p, work, row, n * kBlockKV + col);
-    shape<false>(s, p, launch, work, row, n * kBlockKV + col);
+    shape(s, p, launch, work, row, n * kBlockKV + col);
     if (left_edge || right_edge) select(s, work, row, n * kBlockKV + col, left_edge);
-    const bool moved = softmax.look(s, unit);
+    float top[2];
+    Softmax::maxima(s, top);
+    const bool moved = softmax.look(top, unit);
     softmax.weigh<false>(s, 0, kScores / 4, unit, softmax.l);
     if constexpr (kDropout) drop(s, work.dropout, row, n * kBlockKV + col);
     return moved;

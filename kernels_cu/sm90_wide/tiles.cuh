@@ -5,7 +5,7 @@
 #pragma once
 #include "core/planes.cuh"
 #include "sm90/pipeline.cuh"
-#include "sm90/softmax.cuh"
+#include "sm90_wide/scores.cuh"
 
 constexpr i32 kPanels = ceil_div(kHeadDim, 64), kPanelsV = ceil_div(kHeadDimV, 64);
 constexpr u32 kQPanelBytes = 64 * 128, kQPlaneBytes = kPanels * kQPanelBytes, kQBytes = kPlanes * kQPlaneBytes;

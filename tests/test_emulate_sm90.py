@@ -1,0 +1,91 @@
+"""The Hopper family's forward on a CPU: options alone and in pairs, in steps with a maximum and without."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from emulated import needs_compiler, vjp_on
+from support import DTYPES, NEG_INF, check, normal, qkv
+
+from cupyflash.cuda.emulate import Machine
+
+pytestmark = needs_compiler
+
+BFLOAT16 = DTYPES[1]
+M, N = 150, 700
+_RANDOM = np.random.default_rng(1)
+MASK = _RANDOM.random((M, N)) < 0.7
+BIAS = np.where(_RANDOM.random((2, M, N)) < 0.1, NEG_INF, _RANDOM.standard_normal((2, M, N)))
+OPTIONS = {
+    "mask": {"mask": MASK},
+    "bias": {"bias": BIAS.astype(BFLOAT16)},
+    "softcap": {"softcap": 30.0},
+    "alibi": {"alibi_slopes": np.float32([0.3, 0.01]), "query_offset": 200},
+    "dropout": {"dropout_p": 0.1, "dropout_seed": 3},
+    "sinks": {"sinks": np.float32([0.5, -1])},
+}
+PAIRS = [(), *itertools.combinations(OPTIONS, 1), *itertools.combinations(OPTIONS, 2)]
+
+
+def run(d, *, edit=None, **options):
+    q, k, v = qkv(np, 1, 2, M, N, d, dtype=BFLOAT16)
+    if edit is not None:
+        edit(q, k)
+    machine = Machine("plain", compute_capability=90)
+    check(q, k, v, via=vjp_on(machine), backward=False, **options)
+    assert [config.family for config in machine.launched] == ["sm90"]
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="+".join)
+def test_options_and_pairs(names):
+    run(64, **{key: value for name in names for key, value in OPTIONS[name].items()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [128, 192, 256])
+@pytest.mark.parametrize("names", PAIRS, ids="+".join)
+def test_options_and_pairs_of_wider_heads(d, names):
+    run(d, **{key: value for name in names for key, value in OPTIONS[name].items()})
+
+
+@pytest.mark.parametrize("slope", [2.0**-8, 0.25, 1.0, 3.0, -0.01, -0.7])
+@pytest.mark.parametrize("offset", [-100, 0, 400, 900])
+def test_alibi_rises_and_falls(slope, offset):
+    run(64, alibi_slopes=np.float32([slope, slope / 2]), query_offset=offset)
+
+
+def test_one_row_near_the_softcap():
+    def enlarge(q, k):
+        q[:, :, 40] *= 30
+
+    run(64, softcap=30.0, edit=enlarge)
+    run(64, softcap=50.0, scale=-0.1)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+def test_hidden_keys_may_be_anything(bad):
+    hidden = np.random.default_rng(2).random(N) < 0.1
+    mask = np.broadcast_to(~hidden, (M, N)).copy()
+
+    def spoil(q, k):
+        k[:, :, hidden] = bad
+
+    run(64, mask=mask, edit=spoil)
+    run(64, mask=mask, softcap=30.0, edit=spoil)
+    run(64, bias=np.where(mask, 0.5, NEG_INF).astype(BFLOAT16), edit=spoil)
+
+
+@pytest.mark.parametrize("p", [2.0**-16, 0.5, 0.5001, 0.9, 1.0])
+def test_dropout_on_either_side_of_a_half(p):
+    for origin in ((1, 16, 32), (0, 3, 0)):
+        run(64, dropout_p=p, dropout_seed=7, dropout_origin=origin)
+
+
+def test_masks_and_biases_that_repeat_and_other_dtypes():
+    run(64, mask=MASK[:, :1])
+    run(64, mask=np.where(MASK, 128, 0).astype(np.uint8).view(bool))
+    run(64, mask=MASK[:1], scale=-0.2)
+    run(64, bias=BIAS[:, :, :1].astype(BFLOAT16))
+    run(64, bias=normal(np, (2, M, N), np.float32, 5))
