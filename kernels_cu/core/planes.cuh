@@ -22,15 +22,18 @@ CF_DEVICE PlanePair split(float low, float high) {
   return pair;
 }
 
-// x, or what is nearest to it that bfloat16 does not round to infinity.
+// x, or what is nearest to it that bfloat16 does not round to infinity; 0 for what is no number or infinite.
 CF_DEVICE float held(float x) {
   const float most = float_of(0x7f7f0000u), size = absolute(x);
-  return size > most && size < Limits<float>::infinity() ? (x < 0.0f ? -most : most) : x;
+  if (!(size < Limits<float>::infinity())) return 0.0f;
+  return size > most ? (x < 0.0f ? -most : most) : x;
 }
 
-// All magnitudes.
+// All magnitudes. What is not finite is in lo alone: it then meets nothing but hi of the other factor, which is 0 only
+// where that factor is, and a product of the two is what it is in floats.
 CF_DEVICE PlanePair split_any(float low, float high) {
   const u32 hi = cvt_rn_x2<bfloat16>(held(low), held(high));
-  const PlanePair rest = split(low - float_of(hi << 16), high - float_of(hi & 0xffff0000u));
-  return {hi, rest.plane[kHi], rest.plane[kMid]};
+  low -= float_of(hi << 16), high -= float_of(hi & 0xffff0000u);
+  const u32 mid = cvt_rn_x2<bfloat16>(held(low), held(high));
+  return {hi, mid, cvt_rn_x2<bfloat16>(low - float_of(mid << 16), high - float_of(mid & 0xffff0000u))};
 }

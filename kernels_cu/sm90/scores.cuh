@@ -1,12 +1,13 @@
 // From products to scores, for the tile that a warpgroup holds as a wgmma accumulator.
 //
 // Entry 4 j + 2 h + x of lane l in warp w is row 16 w + 8 h + l / 4, column 8 j + 2 (l % 4) + x. Plain scores stay raw
-// products: the softmax takes the scale along. With any option they come in natural units.
+// products: the softmax takes the scale along. With any option, and in float32 always, they come in natural units:
+// there a mask of True changes no bit.
 #pragma once
 #include "sm90/work.cuh"
 
 constexpr i32 kScores = kBlockKV / 2;                 // of a thread
-constexpr bool kPlainScores = !kMaskOrBias && !kSoftcapOrAlibi;
+constexpr bool kPlainScores = sizeof(Element) == 2 && !kMaskOrBias && !kSoftcapOrAlibi;
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 using Scores = float[kScores];
 

@@ -42,7 +42,7 @@ template <int kPlane> CF_DEVICE void start_scores(Scores& s, u32 q, u32 k) {
   wgmma_commit_group();
 }
 
-// An overflow or an infinity is infinite in one product and of either sign in another: whether some score came out NaN.
+// An overflow is infinite in one product and of either sign in another: whether some score came out infinite or NaN.
 CF_DEVICE bool any_lost(const Scores& s) {
   float probe = 0.0f;
   CF_UNROLL
@@ -63,7 +63,7 @@ CF_DEVICE void recover(Scores& s, const Params& p, const Work& work, i32 row, i3
     for (i32 at = 0; at < p.head_dim; ++at) score = fused(*q.at(i, at), *k.at(j, at), score);
     CF_UNROLL
     for (int entry = 0; entry < kScores; ++entry) {
-      if (entry == n && s[entry] != s[entry]) s[entry] = score;
+      if (entry == n && !(absolute(s[entry]) < Limits<float>::infinity())) s[entry] = score;
     }
   }
 }
