@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import test_emulate
 from emulated import needs_compiler, vjp_on
-from support import assert_same, check, qkv
+from support import assert_same, check, normal, qkv
 
+from cupyflash import reference
 from cupyflash.cuda import families
 from cupyflash.cuda.emulate import Machine
 from cupyflash.cuda.emulate.kernel import EmulationError
@@ -22,7 +23,7 @@ BACKWARD = {"delta", "split_all", "backward_kv", "backward_q"}
 
 @pytest.fixture(autouse=True)
 def asked_for(monkeypatch):
-    """The family runs only when it is asked for."""
+    """Of few queries the family takes only calls that ask for it."""
     monkeypatch.setattr(families, "FORCED", "sm90_wide")
 
 
@@ -46,11 +47,68 @@ def test_no_keys():
     assert not {config.kernel for config in machine.launched} & {"split", "split_all"}
 
 
-def test_shaped_scores_have_the_backward_of_another_family():
+def test_every_option_at_once():
     launched = check_case("everything")
-    forward, backward = launched[:2], launched[2:]
-    assert {config.kernel for config in forward} == FORWARD
-    assert "sm90_wide" not in {config.family for config in backward}
+    assert {config.kernel for config in launched if config.family == "sm90_wide"} == {
+        "forward",
+        "backward_kv",
+        "backward_q",
+    }
+
+
+@pytest.mark.parametrize("d", [20, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_mask_of_true_changes_no_bit(d):
+    q, k, v = qkv(np, 1, 2, 70, 139, d)
+    machine, results = Machine(compute_capability=HOPPER), []
+    for mask in (None, np.ones((70, 139), bool)):
+        out, lse = machine.attention(q, k, v, mask=mask)
+        results.append((out, lse, *machine.attention_backward(q, q, k, v, out, lse, mask=mask)[:3]))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize(
+    "shared", ["k", pytest.param("kv", marks=pytest.mark.slow), pytest.param("q", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_a_block_walks_the_items_that_shared_an_argument(d, shared):
+    q, k, v = (
+        x[:1] if name in shared else x for name, x in zip("qkv", qkv(np, 3, 2, 70, 139, d, heads_kv=1))
+    )
+    lengths = np.array([139, 20, 0])
+    check(q, k, v, via=vjp_on(Machine(compute_capability=HOPPER)), kv_lengths=lengths, softcap=2.0)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64])
+@pytest.mark.parametrize("shape", [(2, 70, 100), (70, 1), ()], ids=str)
+def test_a_bias_of_another_dtype(dtype, shape):
+    q, k, v = qkv(np, 1, 2, 70, 100, 20)
+    bias = np.asarray(normal(np, shape, dtype, 4), dtype)
+    check(q, k, v, via=vjp_on(Machine(compute_capability=HOPPER)), bias=bias)
+
+
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_value_that_is_not_finite_is_what_it_is_in_the_plain_computation(value):
+    q, k, v = qkv(np, 1, 1, 70, 60, 64)
+    v[0, 0, 3, 5] = v[0, 0, 50, 7] = value
+    v[0, 0, 51, 7] = -np.inf
+    out, _ = Machine(compute_capability=HOPPER).attention(q, k, v, causal="top_left")
+    with np.errstate(invalid="ignore"):
+        exact = reference.attention(q, k, v, causal="top_left")
+    for kind in (np.isnan, np.isposinf, np.isneginf):
+        np.testing.assert_array_equal(kind(out), kind(exact))
+
+
+def test_scores_that_overflow():
+    """The second query sees nothing; the others have weights of 1 and 0."""
+    q, k, v = qkv(np, 1, 1, 3, 3, 64)
+    q[:, :, 1], k[...] = 1e30, -1e30
+    machine = Machine(compute_capability=HOPPER)
+    out, lse = machine.attention(q, k, v)
+    assert lse[0, 0, 1] == -np.inf
+    assert not out[0, 0, 1].any()
+    gradients = machine.attention_backward(np.ones_like(q), q, k, v, out, lse)
+    assert not gradients.q[0, 0, 1].any()
+    assert all(np.isfinite(x).all() for x in gradients[1:3])
 
 
 @pytest.mark.slow

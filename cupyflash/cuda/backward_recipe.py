@@ -266,13 +266,18 @@ class _HopperBackward(_Backward):
 
 
 class _BackwardOnPlanes(_Backward):
-    """The same for float32 on Hopper, where scores are plain and nothing was broadcast; else sm80_wide's."""
+    """The same for float32 on Hopper; without keys, and for slopes' gradient, with a kernel of sm80_wide."""
 
     def recipe(self) -> Recipe:
-        shared = any(any(self._broadcast_axes(name)) for name in ("q", "k", "v"))
-        if any(self.sizes.options) or "slopes" in self.wrt or shared or not self.sizes.seqlen_k:
+        if not self.sizes.seqlen_k:
             self.family = "sm80_wide"
         return super().recipe()
+
+    def _queries(self, wanted: Collection[str]) -> None:
+        super()._queries({"q"} & set(wanted))
+        own, self.family = self.family, "sm80_wide"
+        super()._queries({"slopes"} & set(wanted))
+        self.family = own
 
     def _delta(self) -> None:
         super()._delta()

@@ -105,11 +105,13 @@ class Copy(NamedTuple):
 def copies(problem: Any, dout: Any = None) -> dict[str, Copy]:
     """The operands that the kernel cannot read in place, and how they are copied: with rows padded to whole units.
 
-    They are q, k, v and dout of 16 bits that TMA does not take, and in the forward a mask or bias whose columns
-    cannot be read in pairs (beside q of 16 bits: a mask, or a bias of q's dtype, 16 bytes at a time), or whose dtype
-    is neither that of q nor float32. With dout, an array or its layout, those of a backward.
+    They are q, k, v and dout of 16 bits that TMA does not take; in the forward a mask or bias whose columns cannot be
+    read in pairs (beside q of 16 bits: a mask, or a bias of q's dtype, 16 bytes at a time), or whose dtype is neither
+    that of q nor float32; and in the backward of float32 a bias of another dtype. With dout, an array or its layout,
+    those of a backward.
     """
-    p, forward, halves = problem, dout is None, problem.dtype.itemsize == 2
+    p, forward, single = problem, dout is None, np.dtype(np.float32)
+    halves = p.dtype.itemsize == 2
     wanted: dict[str, tuple[Any, int, np.dtype[Any]]] = {}
     if halves:
         by_tma = {"q": p.q, "k": p.k, "v": p.v} | ({} if forward else {"dout": dout})
@@ -117,9 +119,10 @@ def copies(problem: Any, dout: Any = None) -> dict[str, Copy]:
     if forward and p.mask is not None and not _one_column(p.mask):
         wanted["mask"] = (p.mask, ALIGNMENT if halves else 2, p.mask.dtype)
     if forward and p.bias is not None and not _one_column(p.bias):
-        single = np.dtype(np.float32)
         dtype = p.bias.dtype if p.bias.dtype in (p.dtype, single) else single
         wanted["bias"] = (p.bias, ALIGNMENT // 2 if halves and dtype == p.dtype else 2, dtype)
+    if not forward and p.bias is not None and p.dtype == single != p.bias.dtype:
+        wanted["bias"] = (p.bias, 2, single)
     return {
         name: _copy(x, multiple, dtype)
         for name, (x, multiple, dtype) in wanted.items()
@@ -152,6 +155,6 @@ def _whole(x: Any, multiple: int) -> bool:
 
 
 def _copy(x: Any, multiple: int, dtype: np.dtype[Any]) -> Copy:
-    *outer, cols = x.shape
+    *outer, cols = shape = tuple(x.shape) or (1,)
     row = -(-cols // multiple) * multiple
-    return Copy(Layout(tuple(x.shape), c_strides((*outer, row), dtype.itemsize), dtype), row)
+    return Copy(Layout(shape, c_strides((*outer, row), dtype.itemsize), dtype), row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -109,18 +110,25 @@ class Geometry(NamedTuple):
         return [rule for rule, holds in rules.items() if not holds]
 
 
-_TWO, _THREE = (24, 240), (32, 160)  # registers by number of consumers
-_QUERIES = (
-    Geometry(64, 64, 192, 64, 8, 3, *_THREE),
-    Geometry(128, 128, 64, 64, 8, 2, *_TWO),
-)
-_KEYS = (
-    Geometry(64, 64, 64, 128, 16, 2, *_TWO),
-    Geometry(128, 128, 64, 64, 7, 2, *_TWO, handed_bytes=4 * TILE_ROWS**2),
-)
-# (kernel, bytes of the score type, options) -> geometries: for plain scores alone.
-_PLAIN = (False, False, False)
-TABLE = {("backward_q", 4, _PLAIN): _QUERIES, ("backward_kv", 4, _PLAIN): _KEYS}
+_EVEN = 40, 232  # registers of the producer, and of each of two consumers
+_CONSUMERS = 24, 240  # as many as they can have
+_HANDED = 4 * TILE_ROWS**2
+_WIDE_QUERIES = Geometry(128, 128, 64, 64, 8, 2, *_EVEN)
+_WIDE_KEYS = Geometry(128, 128, 64, 64, 7, 2, *_EVEN, handed_bytes=_HANDED)
+_PLAIN = {
+    "backward_q": (Geometry(64, 64, 192, 64, 8, 3, 32, 160), _WIDE_QUERIES),
+    "backward_kv": (Geometry(64, 64, 64, 128, 16, 2, *_CONSUMERS), _WIDE_KEYS),
+}
+_SHAPED = {
+    "backward_q": (Geometry(64, 64, 128, 64, 12, 2, *_EVEN), _WIDE_QUERIES),
+    "backward_kv": (Geometry(64, 64, 64, 64, 16, 2, *_EVEN, handed_bytes=_HANDED), _WIDE_KEYS),
+}
+# (kernel, bytes of the score type, options) -> geometries; the same bits whatever the row.
+TABLE = {
+    (kernel, 4, options): rows
+    for options in itertools.product((False, True), repeat=3)
+    for kernel, rows in (_SHAPED if any(options) else _PLAIN).items()
+}
 
 
 def planes(sizes: Sizes) -> dict[str, tuple[int, int]]:

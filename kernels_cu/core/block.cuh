@@ -42,5 +42,9 @@ CF_DEVICE double unbranched(double x) {
   asm volatile("" : "+d"(x));
   return x;
 }
+CF_DEVICE u32 unbranched(u32 x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 
 #endif

@@ -144,6 +144,13 @@ CF_DEVICE void ld_shared_f32x2(float& x, float& y, u32 address) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x), "=f"(y) : "r"(address) : "memory");
 }
 
+// The smaller one; NaN if either is.
+CF_DEVICE float min_nan(float a, float b) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
 // 2^x within 2 units in the last place; 2^-inf = 0, results below 2^-126 are 0.
 CF_DEVICE float ex2_approx_ftz(float x) {
   float r;

@@ -1,9 +1,8 @@
 // Before the backward: q, k, v and dout are split into planes of bfloat16 (prepost/split.cuh). Rows of a head are
 // filled up to whole tiles of 64, and those at or past the length are zeros, whatever lies there. Lse and delta of rows
-// go to tiles of their own (attn/backward_rows.cuh), natural, with lse +inf where a row saw nothing or is none, so that
-// its weights are 0.
+// go to tiles of their own (attn/backward_rows.cuh), natural, with the largest float as lse where a row saw nothing or
+// is none, so that its weights are 0.
 #include "attn/backward_rows.cuh"
-#include "attn/softmax.cuh"
 #include "prepost/split.cuh"
 
 constexpr i32 kTileRows = 64;
@@ -33,9 +32,11 @@ CF_DEVICE void numbers_of_row(const Params& p, u32 number) {
   const u32 rows = u32(padded_rows(p));
   const i32 row = i32(number % rows), head = i32(number / rows % p.heads_q);
   const Item item = item_at(p, number / rows / p.heads_q, 0);
-  float lse = Limits<float>::infinity(), delta = 0.0f;
+  const float none = float_of(0x7f7fffffu);      // finite: sm90_wide/backward_scores.cuh
+  float lse = none, delta = 0.0f;
   if (row < q_length_of(p, item)) {
-    lse = lse_for_backward(*rows_of<const float>(p.call.lse, p.lse, item, head).at(row, 0));
+    lse = *rows_of<const float>(p.call.lse, p.lse, item, head).at(row, 0);
+    if (lse == -Limits<float>::infinity()) lse = none;
     delta = static_cast<const float*>(p.call.row_delta)[row_number(p, item, head, row)];
   }
   float* of_tile = row_stats_of(p, item, head) + row / kTileRows * 2 * kTileRows + row % kTileRows;

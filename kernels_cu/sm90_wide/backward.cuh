@@ -7,6 +7,8 @@
 constexpr i32 kScores = kTileRows / 2;           // of a thread, for a tile of scores
 constexpr float kLog2e = 1.4426950408889634f;
 using Scores = float[kScores];
+// With most options scores become weights in parts, and are split part by part: registers.
+constexpr bool kInParts = kMaskOrBias && kSoftcapOrAlibi;
 using Operand = u32[kPlanes][kTileRows / 4];      // a tile as wgmma takes it from registers
 
 // s (+)= a b^T is started, for one plane of each.
@@ -41,19 +43,16 @@ template <int kPlane, int kCount> CF_DEVICE void start_outer(float (&d)[kCount],
   wgmma_commit_group();
 }
 
-CF_DEVICE void split_into(Operand& p, const Scores& x) {
+CF_DEVICE void put(Operand& p, int pair, float low, float high) {
+  const PlanePair planes = split(low, high);
   CF_UNROLL
-  for (int n = 0; n < kScores / 2; ++n) {
-    const PlanePair pair = split(x[2 * n], x[2 * n + 1]);
-    CF_UNROLL
-    for (int plane = 0; plane < kPlanes; ++plane) p[plane][n] = pair.plane[plane];
+  for (int plane = 0; plane < kPlanes; ++plane) {
+    p[plane][pair] = kInParts ? unbranched(planes.plane[plane]) : planes.plane[plane];
   }
 }
-
-// exp(scale * product - lse), at most 1: of scores as large as their last place another order of sums might give more.
-CF_DEVICE float weight(float product, float scale, float lse) {
-  const float exponent = times(product, scale) - lse;
-  return ex2_approx_ftz(times(exponent > 0.0f ? 0.0f : exponent, kLog2e));
+CF_DEVICE void split_into(Operand& p, const Scores& x) {
+  CF_UNROLL
+  for (int pair = 0; pair < kScores / 2; ++pair) put(p, pair, x[2 * pair], x[2 * pair + 1]);
 }
 
 // A warpgroup's planes in the ring.

@@ -1,8 +1,8 @@
 // How the two kernels of the backward are supplied: tiles of planes in shared memory, and the thread that loads them.
 //
 // All planes are rows of the workspace of prepost/split_all.cu: tiles of 64 rows of a head follow each other, then those
-// of the next head. Some tiles stand in shared memory for all of a block's life, the others come plane by plane through
-// one ring of slots. A plane is laid out as sm90/pipeline.cuh describes.
+// of the next head. Some tiles stand in shared memory while a block works on an item, the others come plane by plane
+// through one ring of slots. A plane is laid out as sm90/pipeline.cuh describes.
 #pragma once
 #include "attn/backward_rows.cuh"
 #include "attn/schedule.cuh"
@@ -92,3 +92,27 @@ struct Producer {
     }
   }
 };
+
+// ---- a gradient whose argument was broadcast over leading axes: a block walks all the items that shared it
+
+CF_DEVICE void meet() { block_barrier(); }       // all threads
+
+// Consumers: the work on the item before is done; that on the next has been prepared by the thread that loads.
+CF_DEVICE void next_item() {
+  meet();
+  meet();
+}
+
+// The warpgroup that loads; feed.item() is the share of one thread in an item.
+template <class Feed, class Work> CF_DEVICE void produce(Feed feed, const Params& p, Work& work) {
+  CF_UNROLL_1
+  for (u32 loop = 0; loop < points(p.loop); ++loop) {
+    if (loop != 0) {
+      meet();
+      if (thread_index() == 0) prepare(work, p, loop);
+      meet();
+    }
+    if (thread_index() == 0) feed.item();
+    warp_barrier();
+  }
+}

@@ -1,18 +1,20 @@
 // Backward of float32 on Hopper's tensor cores, first half: dk and dv of kBlockKV keys of one kv head.
 //
-//   P = exp(S - lse)     dS = P * (dO v^T - delta)     dv = P^T dO     dk = scale * dS^T q, summed over the group
+//   P = exp(S - lse)     dS = P * (r * dO v^T - delta)     dA = dS * d(c)/d(a)
+//   dv = (r * P)^T dO     dk = scale * dA^T q, both summed over the group
 //
 // Scores are formed transposed, S^T = k q^T, so that weights are where wgmma takes them from: registers.
 //
-//   block     64 keys or 128 of one kv head: k and v stand in shared memory
+//   block     64 keys or 128 of one kv head: k and v stand in shared memory; where they were broadcast over leading
+//             axes, those keys of all the items that shared them, in order
 //   producer  Q0 hi mid lo  dO0 lo mid hi  Q1 ...      every query tile that sees some key, head by head of the group
 //
-// Where registers allow it (head dim 64), a consumer owns 64 keys and forms both gradients:
+// Where registers allow it (head dim 64 without options), a consumer owns 64 keys and forms both gradients:
 //
 //   consumer  S0^T | P, split | P0^T dO0 | dv +=, dP0^T | dS, split | dS0^T Q0 | dk +=, S1^T ...
 //
-// At head dim 128 both consumers work for the same 64 keys, the first for dv and the second for dk; it gets the weights
-// through shared memory:
+// Else both consumers work for the same 64 keys, the first for dv and the second for dk; it gets the weights, times
+// d(c)/d(a), through shared memory:
 //
 //   first     S0^T  | P, split | P0^T dO0 | dv += | S1^T ...
 //   second    dP0^T | dS, split           | dS0^T Q0 | dk += | dP1^T ...
@@ -29,38 +31,64 @@
 //   two consumers for 64 keys, as at 128                                     10.6 / 5.5
 //   128 queries in backward_q.cu, or 64 for two consumers                                   6.2 / 3.5, 6.8 / 3.5
 //
-// Before weights of large scores were formed from the forward's very sums, the error of dv was 3 to 4 times that of "ieee"
-// where scores reach 10^4.
-#include "sm90_wide/backward.cuh"
+// Before weights of large scores were formed from the forward's very sums, the error of dv was 3 to 4 times that of
+// "ieee" where scores reach 10^4.
+//
+// Options, against sm80_wide in the same run: times as fast (H200, 2026-11-30, 4096 keys, 8192 tokens of 2048).
+//
+//   head dim   plain  causal  mask  bias  ALiBi  softcap  dropout
+//   128         1.93    1.85  3.09  3.59   2.32     2.12     2.27
+//   64          1.80    1.72  3.50  3.94
+//
+// A mask's bytes are loaded before the products and compared after them; compared where they were loaded, the backward
+// took 16.4 ms instead of 9.2 at head dim 128, 20.6 instead of 11.1 at 64.
+#include "sm90_wide/backward_scores.cuh"
 
 constexpr bool kBoth = kStandingTiles == kConsumers;           // a consumer forms both gradients
 constexpr u32 kPlanesOfTile = 2 * kPlanes;
+static_assert(!(kBoth && kAnyOption), "options take registers");
+constexpr bool kSplitLater = !kBoth && !kSoftcapOrAlibi;       // weights are handed over first, as soon as may be
 static_assert(kBoth || (kStandingTiles == 1 && kConsumers == 2), "one for dv, one for dk");
 static_assert(kHandedBytes == (kBoth ? 0 : kScores * 4 * 128), "weights as a warpgroup holds them");
 
-// A block's work, prepared once in shared memory.
+// Of a tile of keys: query tiles in [steady_from, steady_to) see all of them.
+struct Queries { i32 steady_from, steady_to; };
+
+// A block's work on one item, prepared once in shared memory.
 struct Work {
   Item item;
   i32 head_kv, head, head_stop, col;             // of keys; of the group's queries; of keys
   i32 start, stop;                               // query tiles that see some of the keys, of every head
+  Queries queries[kStandingTiles];
+  i32 kv_length;                                 // the largest of the items so far
   Visibility sight;
 };
 
-CF_DEVICE void prepare(Work& work, const Params& p) {
+CF_DEVICE void prepare(Work& work, const Params& p, u32 loop) {
   const TileWork tile = tile_work(block_index(), ceil_div(p.seqlen_k, kBlockKV), 1, p.heads_kv, false);
-  work.item = item_at(p, tile.own, 0);
+  work.item = item_at(p, tile.own, loop);
   work.head_kv = tile.head, work.col = tile.tile * kBlockKV;
   work.head = tile.head * (p.heads_q / p.heads_kv), work.head_stop = work.head + p.heads_q / p.heads_kv;
   work.sight = visibility_of(p, work.item);
+  work.kv_length = loop == 0 ? work.sight.kv_length : larger(work.kv_length, work.sight.kv_length);
   const Interval rows = work.sight.rows_of_some(work.col, work.col + kBlockKV);
   work.start = rows.start / kTileRows;
   work.stop = rows.stop > rows.start ? ceil_div(rows.stop, kTileRows) : work.start;
+  CF_UNROLL_1
+  for (i32 tile = 0; tile < kStandingTiles; ++tile) {
+    const i32 col = work.col + tile * kTileRows;
+    const Interval all = work.sight.rows_of_all(col, col + kTileRows);
+    work.queries[tile] = {ceil_div(all.start, kTileRows), all.stop / kTileRows};
+  }
 }
+
+CF_DEVICE Queries uniform(const Queries& x) { return {uniform(x.steady_from), uniform(x.steady_to)}; }
 
 struct Control {
   Barriers barriers;
   u64 handed, taken;                             // weights, from warp to warp
   Work work;
+  Terms terms;                                   // of the head that is weighed
 };
 
 CF_DEVICE void initialise(Control& control) {
@@ -68,21 +96,28 @@ CF_DEVICE void initialise(Control& control) {
   initialise(control.barriers, 4 * kConsumers);
 }
 
-CF_DEVICE void produce(const Params& p, const TensorMaps& maps, Control& control, u32 tiles) {
-  const Work& work = control.work;
-  const i32 keys = first_row(work.item, p.heads_kv, work.head_kv, p.seqlen_k) + work.col;
-  load_standing(control.barriers, tiles, maps.k, maps.v, keys);
-  Producer producer{control.barriers, tiles + kSlotsAt};
-  CF_UNROLL_1
-  for (i32 head = work.head; head < work.head_stop; ++head) {
-    const i32 rows = first_row(work.item, p.heads_q, head, p.seqlen_q);
+struct Feed {
+  const Params& p;
+  const TensorMaps& maps;
+  Control& control;
+  u32 tiles;
+  Producer producer;
+
+  CF_DEVICE void item() {
+    const Work& work = control.work;
+    const i32 keys = first_row(work.item, p.heads_kv, work.head_kv, p.seqlen_k) + work.col;
+    load_standing(control.barriers, tiles, maps.k, maps.v, keys);
     CF_UNROLL_1
-    for (i32 n = work.start; n < work.stop; ++n) {
-      producer.load<kPanels, true>(maps.q, rows + n * kTileRows);
-      producer.load<kPanelsV>(maps.dout, rows + n * kTileRows);
+    for (i32 head = work.head; head < work.head_stop; ++head) {
+      const i32 rows = first_row(work.item, p.heads_q, head, p.seqlen_q);
+      CF_UNROLL_1
+      for (i32 n = work.start; n < work.stop; ++n) {
+        producer.load<kPanels, true>(maps.q, rows + n * kTileRows);
+        producer.load<kPanelsV>(maps.dout, rows + n * kTileRows);
+      }
     }
   }
-}
+};
 
 // Numbers of a thread's 16 queries of a tile: entries 2 j and 2 j + 1 of its columns 8 j and 8 j + 1.
 using PerQuery = float[kTileRows / 4];
@@ -100,31 +135,46 @@ template <bool kOfKeys, bool kOfValues> struct Consumer {
   Planes planes;
   u32 handed, taken, weights;                    // addresses: two barriers, the thread's weights
   u32 k, v;                                      // descriptors
-  float scale;
-  Interval seen[2];                              // queries that see the thread's two keys
+  float kept;                                    // what dropout multiplies kept weights by
   float dk[kOfKeys ? kHeadDim / 2 : 1], dv[kOfValues ? kHeadDimV / 2 : 1];
 
-  // Scores become weights.
-  CF_DEVICE void weigh(Scores& s, const float* stats, i32 row, bool edge) const {
-    if (edge) weigh<true>(s, stats, row); else weigh<false>(s, stats, row);
-  }
-  template <bool kEdge> CF_DEVICE void weigh(Scores& s, const float* stats, i32 row) const {
-    PerQuery lse;
-    load_per_query(lse, stats);
+  // Scores become what gains are multiplied by: weights and d(c) / d(a), with a minus sign where dropout removes the
+  // weight. The weights that it leaves go into planes, here or later.
+  template <bool kEdge>
+  CF_DEVICE void weigh(Operand& left, Scores& s, const float* stats, Scorer<true>& scorer, const Place& at) const {
     CF_UNROLL
-    for (int n = 0; n < kScores; ++n) {
-      s[n] = weight(s[n], scale, lse[n / 4 * 2 + n % 2]);
-      if (kEdge && !seen[n / 2 % 2].contains(row + n / 4 * 8 + n % 2)) s[n] = 0.0f;
+    for (int pair = 0; pair < kScores / 2; ++pair) {
+      scorer.before(at, 2 * pair);
+      const Packed<float, 2> lse = *reinterpret_cast<const Packed<float, 2>*>(stats + pair / 2 * 8);
+      float w[2];
+      CF_UNROLL
+      for (int x = 0; x < 2; ++x) {
+        const int n = 2 * pair + x;
+        w[x] = weight(scorer.score(s[n], n), lse.value[x]);
+        if (kEdge && !scorer.sees(n)) w[x] = 0.0f;
+        s[n] = kSoftcapOrAlibi ? times(w[x], scorer.derivative(s[n])) : w[x];
+        if (!scorer.keeps(n)) s[n] = -s[n], w[x] = 0.0f;
+      }
+      if constexpr (!kSplitLater) put(left, pair, w[0], w[1]);
+    }
+  }
+  static CF_DEVICE void split_left(Operand& left, const Scores& factors) {
+    CF_UNROLL
+    for (int pair = 0; pair < kScores / 2; ++pair) {
+      const float x = factors[2 * pair], y = factors[2 * pair + 1];
+      put(left, pair, kDropout && x < 0.0f ? 0.0f : x, kDropout && y < 0.0f ? 0.0f : y);
     }
   }
 
-  CF_DEVICE void to_gradients(const Scores& weights, Scores& dp, const float* stats) const {
+  CF_DEVICE void to_gradients(const Scores& factors, Scores& dp, const float* stats) const {
     PerQuery delta;
     load_per_query(delta, stats + kTileRows);
     CF_UNROLL
     for (int n = 0; n < kScores; ++n) {
-      const float ds = times(weights[n], dp[n] - delta[n / 4 * 2 + n % 2]);
-      dp[n] = weights[n] == 0.0f ? 0.0f : ds;    // whatever lies there
+      float gain = dp[n];
+      if constexpr (kDropout) gain = factors[n] < 0.0f ? 0.0f : times(gain, kept);
+      const float ds = times(absolute(factors[n]), gain - delta[n / 4 * 2 + n % 2]);
+      dp[n] = factors[n] == 0.0f ? 0.0f : ds;    // whatever lies there
     }
   }
 
@@ -144,12 +194,10 @@ template <bool kOfKeys, bool kOfValues> struct Consumer {
     if (thread_index() % 32 == 0) mbarrier_arrive(taken);
   }
 
-  CF_DEVICE void add_to_values(const Scores& weights, Plane of_dout) {
-    Operand a;
-    split_into(a, weights);
+  CF_DEVICE void add_to_values(const Operand& weights, Plane of_dout) {
     wait_for_tile(of_dout);
     float product[kHeadDimV / 2];
-    planes.outer(product, a, of_dout, of_dout.after(1), of_dout.after(2));
+    planes.outer(product, weights, of_dout, of_dout.after(1), of_dout.after(2));
     if constexpr (kOfKeys) wgmma_wait_group<0>(); else planes.release_behind(of_dout);
     CF_UNROLL
     for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] += product[i];
@@ -168,33 +216,38 @@ template <bool kOfKeys, bool kOfValues> struct Consumer {
     for (u32 n = 0; n < kPlanes; ++n) planes.wait(lo.after(n));
   }
 
-  // A tile whose planes of queries begin there. row: the first query of the thread; stats: its lse and delta.
-  // parity: of the tile's number.
-  CF_DEVICE void step(Plane of_q, i32 row, const float* stats, bool edge, u32 parity) {
+  // A tile whose planes of queries begin there. stats: lse and delta of the thread's queries. parity: of the tile's
+  // number.
+  CF_DEVICE void step(Plane of_q, const Place& at, const float* stats, bool edge, u32 parity) {
     const Plane of_dout = of_q.after(kPlanes);
     Scores s, dp;
-    if constexpr (kOfValues) planes.inner_turned<kHeadDim>(s, k, of_q);
-    if constexpr (!kOfKeys) {
+    if constexpr (kOfValues) {
+      Scorer<true> scorer(at);
+      planes.inner_turned<kHeadDim>(s, k, of_q);
+      scorer.draw(at);
       wgmma_wait_group<0>();
-      CF_UNROLL
-      for (u32 n = 0; n < kPlanes; ++n) planes.release(of_q.after(n));
-      weigh(s, stats, row, edge);
-      hand_over(s, parity);
-      add_to_values(s, of_dout);
-    } else if constexpr (!kOfValues) {
-      planes.inner<kHeadDimV>(dp, v, of_dout);
+      if constexpr (!kOfKeys) {
+        CF_UNROLL
+        for (u32 n = 0; n < kPlanes; ++n) planes.release(of_q.after(n));
+      }
+      if (vote_any(any_lost(s))) {
+        CF_UNROLL
+        for (int n = 0; n < kScores; ++n) s[n] = recovered(s[n], stats[n / 4 * 8 + n % 2]);
+      }
+      Operand left;
+      scorer.cap(s, at);
+      if (edge) scorer.look(at);
+      if (kAnyOption || edge) weigh<true>(left, s, stats, scorer, at); else weigh<false>(left, s, stats, scorer, at);
+      if constexpr (!kOfKeys) hand_over(s, parity);
+      if constexpr (kSplitLater) split_left(left, s);
+      add_to_values(left, of_dout);
+    }
+    if constexpr (kOfKeys) {
+      planes.inner<kHeadDimV>(dp, v, of_dout);   // after the values' share: registers
       planes.release_behind(of_dout);
-      take(s, parity);
+      if constexpr (!kOfValues) take(s, parity);
       to_gradients(s, dp, stats);
-      wait_for_tile(of_q);
-      add_to_keys(dp, of_q);
-    } else {                                     // dP last: registers
-      wgmma_wait_group<0>();
-      weigh(s, stats, row, edge);
-      add_to_values(s, of_dout);
-      planes.inner<kHeadDimV>(dp, v, of_dout);
-      planes.release_behind(of_dout);
-      to_gradients(s, dp, stats);
+      if constexpr (!kOfValues) wait_for_tile(of_q);
       add_to_keys(dp, of_q);
     }
   }
@@ -211,7 +264,7 @@ CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 tile) {
                                    shared_address(&control.taken),
                                    tiles + kHandedAt + 8 * thread,
                                    descriptor(standing, 16), descriptor(standing + kTileBytes, 16)};
-  c.scale = float(p.call.scale);
+  c.kept = kDropout ? dropout_scale<float>(p) : 1.0f;
   if constexpr (kOfKeys) {
     CF_UNROLL
     for (int i = 0; i < kHeadDim / 2; ++i) c.dk[i] = 0.0f;
@@ -220,36 +273,45 @@ CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 tile) {
     CF_UNROLL
     for (int i = 0; i < kHeadDimV / 2; ++i) c.dv[i] = 0.0f;
   }
-  mbarrier_try_wait_parity(shared_address(&control.barriers.standing), 0);
   Plane plane;
   u32 parity = 0;
-  const Interval all = work.sight.rows_of_all(first, first + kTileRows);
-  const i32 steady_from = uniform(ceil_div(all.start, kTileRows)), steady_to = uniform(all.stop / kTileRows);
-  const i32 start = uniform(work.start), stop = uniform(work.stop), head_stop = uniform(work.head_stop);
-  const bool live0 = col < work.sight.kv_length, live1 = col + 8 < work.sight.kv_length;
-  CF_UNROLL
-  for (int h = 0; h < 2; ++h) c.seen[h] = work.sight.rows_of_some(col + 8 * h, col + 8 * h + 1);
   CF_UNROLL_1
-  for (i32 head = uniform(work.head); head < head_stop; ++head) {
-    const float* stats = row_stats_of(p, work.item, head) + lane % 4 * 2;
+  for (u32 loop = 0; loop < points(p.loop); ++loop) {
+    if (loop != 0) next_item();
+    mbarrier_try_wait_parity(shared_address(&control.barriers.standing), loop % 2);
+    Queries queries = uniform(work.queries[tile]);
+    const i32 start = uniform(work.start), head_stop = uniform(work.head_stop);
+    i32 stop = uniform(work.stop);
     CF_UNROLL_1
-    for (i32 n = start; n < stop; ++n, plane = plane.after(kPlanesOfTile)) {
-      c.step(plane, n * kTileRows + lane % 4 * 2, stats + n * 2 * kTileRows, n < steady_from || n >= steady_to, parity);
-      parity ^= 1;
+    for (i32 head = uniform(work.head); head < head_stop; ++head) {
+      if constexpr (kAnyOption && kOfValues) {   // one of the consumers
+        bar_sync(1, 128);                        // what is said of the head before has been read
+        if (thread == 0) describe(control.terms, p, work.item, head);
+        bar_sync(1, 128);                        // that of this one is there
+      }
+      const float* stats = row_stats_of(p, work.item, head) + lane % 4 * 2;
+      CF_UNROLL_1
+      for (i32 n = start; n < stop; ++n, plane = plane.after(kPlanesOfTile)) {
+        if constexpr (kInParts) queries = uniform(work.queries[tile]), stop = uniform(work.stop);
+        const Place at{p, work.sight, control.terms, n * kTileRows + lane % 4 * 2, col};
+        c.step(plane, at, stats + n * 2 * kTileRows, n < queries.steady_from || n >= queries.steady_to, parity);
+        parity ^= 1;
+      }
     }
   }
+  const bool live0 = col < work.kv_length, live1 = col + 8 < work.kv_length;
   if constexpr (kOfKeys) {
     if (p.call.dk != nullptr) {
       const Rows<float> rows = rows_of<float>(p.call.dk, p.dk, work.item, work.head_kv);
       const Target to{rows, col, lane % 4 * 2, p.seqlen_k, p.head_dim, p.accumulate != 0};
-      to.store(c.dk, c.scale, live0, live1);
+      to.store(c.dk, float(p.call.scale), live0, live1);
     }
   }
   if constexpr (kOfValues) {
     if (p.call.dv != nullptr) {
       const Rows<float> rows = rows_of<float>(p.call.dv, p.dv, work.item, work.head_kv);
       const Target to{rows, col, lane % 4 * 2, p.seqlen_k, p.head_dim_v, p.accumulate != 0};
-      to.store(c.dv, 1.0f, live0, live1);
+      to.store(c.dv, c.kept, live0, live1);
     }
   }
 }
@@ -258,11 +320,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     cupyflash_backward_kv(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
   Control& control = static_shared_storage<Control>();
   const u32 tiles = shared_tiles();
-  if (thread_index() == 0) prepare(control.work, p), initialise(control);
+  if (thread_index() == 0) prepare(control.work, p, 0), initialise(control);
   block_barrier();                               // barriers and work are there
   if (warpgroup_index() == 0) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (thread_index() == 0) produce(p, maps, control, tiles);
+    produce(Feed{p, maps, control, tiles, Producer{control.barriers, tiles + kSlotsAt}}, p, control.work);
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
     const i32 number = warpgroup_index() - 1;

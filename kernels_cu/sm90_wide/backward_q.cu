@@ -1,84 +1,139 @@
 // Backward of float32 on Hopper's tensor cores, second half: dq of kBlockQ queries of one head.
 //
-//   P = exp(S - lse)     dS = P * (dO v^T - delta)     dq = scale * sum of dS k over keys
+//   P = exp(S - lse)     dS = P * (r * dO v^T - delta)     dA = dS * d(c)/d(a)     dq = scale * sum of dA k over keys
 //
 // Products are formed as in sm90_wide/forward.cu, of planes that prepost/split_all.cu has made.
 //
-//   block     one query tile of one head: q and dO stand in shared memory
+//   block     one query tile of one head: q and dO stand in shared memory; where q was broadcast over leading axes,
+//             that tile of all the items that shared it, in order
 //   producer  V9 lo mid hi  K9 lo mid hi  V8 ...       plane by plane through one ring of slots
 //   consumer  dP9, S9 | P, dS, split | dS9 K9 | dq += | dP8, S8 ...
 //
 // A consumer owns 64 queries. Where q and dO leave room for no more than 64 (head dim 128), both consumers work for
 // them, on every other key tile, and add up at the end.
-#include "sm90_wide/backward.cuh"
+#include "sm90_wide/backward_scores.cuh"
 
 constexpr bool kTogether = kStandingTiles < kConsumers;
 constexpr i32 kTeams = kTogether ? kConsumers : 1;             // key tiles are dealt out among so many
 constexpr u32 kPlanesOfTile = 2 * kPlanes;
 static_assert(!kTogether || (kStandingTiles == 1 && kConsumers == 2), "two for one tile");
 
-// A block's work, prepared once in shared memory.
+// Of a consumer's queries: the last key tile that some see; tiles in [steady_from, steady_to) are seen by all.
+struct Keys { i32 last, steady_from, steady_to; };
+
+// A block's work on one item, prepared once in shared memory.
 struct Work {
   Item item;
   i32 head, head_kv, row, first, last;           // of queries; of key tiles, none if last < first
+  Keys keys[kStandingTiles];
+  i32 q_length;                                  // the largest of the items so far
   Visibility sight;
+  Terms terms;
+  const float* stats;                            // lse and delta of the head's rows
 };
 
-CF_DEVICE void prepare(Work& work, const Params& p) {
+CF_DEVICE void prepare(Work& work, const Params& p, u32 loop) {
   const TileWork tile = tile_work(block_index(), ceil_div(p.seqlen_q, kBlockQ), 1, p.heads_q, true);
-  work.item = item_at(p, tile.own, 0);
+  work.item = item_at(p, tile.own, loop);
   work.head = tile.head, work.head_kv = tile.head / (p.heads_q / p.heads_kv), work.row = tile.tile * kBlockQ;
   work.sight = visibility_of(p, work.item);
+  work.q_length = loop == 0 ? work.sight.q_length : larger(work.q_length, work.sight.q_length);
   const Interval seen = work.sight.keys_of_some(work.row, work.row + kBlockQ);
   work.first = seen.start / kTileRows;
   work.last = seen.stop > seen.start ? (seen.stop - 1) / kTileRows : work.first - 1;
+  CF_UNROLL_1
+  for (i32 tile = 0; tile < kStandingTiles; ++tile) {
+    const i32 row = work.row + tile * kTileRows;
+    const Interval some = work.sight.keys_of_some(row, row + kTileRows);
+    const Interval all = work.sight.keys_of_all(row, row + kTileRows);
+    const i32 last = some.stop > some.start ? (some.stop - 1) / kTileRows : work.first - 1;
+    work.keys[tile] = {last, ceil_div(all.start, kTileRows), all.stop / kTileRows};
+  }
+  describe(work.terms, p, work.item, work.head);
+  work.stats = row_stats_of(p, work.item, work.head);
 }
+
+CF_DEVICE Keys uniform(const Keys& x) { return {uniform(x.last), uniform(x.steady_from), uniform(x.steady_to)}; }
 
 struct Control { Barriers barriers; Work work; };
 
-CF_DEVICE void produce(const Params& p, const TensorMaps& maps, Control& control, u32 tiles) {
-  const Work& work = control.work;
-  if (work.last < work.first) return;
-  const i32 rows = first_row(work.item, p.heads_q, work.head, p.seqlen_q) + work.row;
-  const i32 keys = first_row(work.item, p.heads_kv, work.head_kv, p.seqlen_k);
-  load_standing(control.barriers, tiles, maps.q, maps.dout, rows);
-  Producer producer{control.barriers, tiles + kSlotsAt};
-  CF_UNROLL_1
-  for (i32 n = work.last; n >= work.first; --n) {
-    producer.load<kPanelsV>(maps.v, keys + n * kTileRows);
-    producer.load<kPanels>(maps.k, keys + n * kTileRows);
+struct Feed {
+  const Params& p;
+  const TensorMaps& maps;
+  Control& control;
+  u32 tiles;
+  Producer producer;
+
+  CF_DEVICE void item() {
+    const Work& work = control.work;
+    if (work.last < work.first) return;
+    const i32 rows = first_row(work.item, p.heads_q, work.head, p.seqlen_q) + work.row;
+    const i32 keys = first_row(work.item, p.heads_kv, work.head_kv, p.seqlen_k);
+    load_standing(control.barriers, tiles, maps.q, maps.dout, rows);
+    CF_UNROLL_1
+    for (i32 n = work.last; n >= work.first; --n) {
+      producer.load<kPanelsV>(maps.v, keys + n * kTileRows);
+      producer.load<kPanels>(maps.k, keys + n * kTileRows);
+    }
   }
-}
+};
 
 // One warpgroup.
 struct Consumer {
   Planes planes;
   u32 q, dout;                                   // descriptors
-  float scale, lse[2], delta[2];
-  Interval seen[2];                              // keys, of the thread's two rows
+  float kept, lse[2], delta[2];                  // kept: what dropout multiplies kept weights by
   float dq[kHeadDim / 2];
 
-  // Scores become dS.
-  template <bool kEdge> CF_DEVICE void to_gradients(Scores& s, const Scores& dp, i32 col) const {
+  // Rows past the end repeat the last one: they are not used.
+  CF_DEVICE void load_rows(const Work& work, i32 row, i32 last_row) {
     CF_UNROLL
-    for (int n = 0; n < kScores; ++n) {
-      const int h = n / 2 % 2, j = n / 4 * 8 + n % 2;
-      s[n] = times(weight(s[n], scale, lse[h]), dp[n] - delta[h]);
-      if (kEdge && !seen[h].contains(col + j)) s[n] = 0.0f;
+    for (int h = 0; h < 2; ++h) {
+      const i32 own = smaller(row + 8 * h, last_row);
+      const float* of_row = work.stats + own / kTileRows * 2 * kTileRows + own % kTileRows;
+      lse[h] = of_row[0], delta[h] = of_row[kTileRows];
+    }
+  }
+
+  // Scores and dP become dA, in planes.
+  template <bool kEdge> CF_DEVICE void to_gradients(Operand& ds, const Scores& c, const Scores& dp,
+                                                    Scorer<false>& scorer, const Place& at) const {
+    CF_UNROLL
+    for (int pair = 0; pair < kScores / 2; ++pair) {
+      const int h = pair % 2;
+      float x[2];
+      scorer.before(at, 2 * pair);
+      CF_UNROLL
+      for (int n = 2 * pair; n < 2 * pair + 2; ++n) {
+        const float w = weight(scorer.score(c[n], n), lse[h]);
+        const float gain = !kDropout ? dp[n] : scorer.keeps(n) ? times(dp[n], kept) : 0.0f;
+        float da = times(w, gain - delta[h]);
+        if constexpr (kSoftcapOrAlibi) da = times(da, scorer.derivative(c[n]));
+        x[n % 2] = (kMaskOrBias && w == 0.0f) || (kEdge && !scorer.sees(n)) ? 0.0f : da;
+      }
+      put(ds, pair, x[0], x[1]);
     }
   }
 
   // A tile whose planes of values begin there.
-  CF_DEVICE void step(Plane of_v, i32 col, bool edge) {
+  CF_DEVICE void step(const Work& work, Plane of_v, const Place& at, bool edge) {
     const Plane of_k = of_v.after(kPlanes);
     Scores dp, s;
+    Scorer<false> scorer(at);
     planes.inner<kHeadDimV>(dp, dout, of_v);
     planes.inner<kHeadDim>(s, q, of_k);
+    scorer.draw(at);
     planes.release_behind<kPlanes>(of_v);
     wgmma_wait_group<0>();
-    if (edge) to_gradients<true>(s, dp, col); else to_gradients<false>(s, dp, col);
+    if constexpr (kMaskOrBias) load_rows(work, at.query, at.p.seqlen_q - 1);
+    if (vote_any(any_lost(s))) {
+      CF_UNROLL
+      for (int n = 0; n < kScores; ++n) s[n] = recovered(s[n], lse[n / 2 % 2]);
+    }
     Operand ds;
-    split_into(ds, s);
+    scorer.cap(s, at);
+    if (edge) scorer.look(at);
+    if (kAnyOption || edge) to_gradients<true>(ds, s, dp, scorer, at); else to_gradients<false>(ds, s, dp, scorer, at);
     float product[kHeadDim / 2];
     planes.outer(product, ds, of_k, of_k.after(1), of_k.after(2));
     planes.release_behind(of_k);
@@ -93,33 +148,29 @@ CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 number)
   const i32 first = work.row + tile * kTileRows, row = first + thread / 32 * 16 + thread % 32 / 4;
   const u32 standing = u32(uniform(i32(tiles + tile * (kTileBytes + kTileBytesV))));
   Consumer c{{control.barriers, tiles + kSlotsAt}, descriptor(standing, 16), descriptor(standing + kTileBytes, 16)};
-  c.scale = float(p.call.scale);
-  const float* stats = row_stats_of(p, work.item, work.head);
-  CF_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    const i32 own = smaller(row + 8 * h, p.seqlen_q - 1);
-    c.seen[h] = work.sight.keys_of(row + 8 * h);
-    c.lse[h] = stats[own / kTileRows * 2 * kTileRows + own % kTileRows];
-    c.delta[h] = stats[own / kTileRows * 2 * kTileRows + kTileRows + own % kTileRows];
-  }
+  c.kept = kDropout ? dropout_scale<float>(p) : 1.0f;
   CF_UNROLL
   for (int i = 0; i < kHeadDim / 2; ++i) c.dq[i] = 0.0f;
-  const i32 end_row = first + kTileRows;
-  const Interval some = work.sight.keys_of_some(first, end_row), all = work.sight.keys_of_all(first, end_row);
-  const i32 last = uniform(some.stop > some.start ? (some.stop - 1) / kTileRows : work.first - 1);
-  const i32 steady_from = uniform(ceil_div(all.start, kTileRows)), steady_to = uniform(all.stop / kTileRows);
-  const i32 end = uniform(work.first);
-  i32 n = uniform(work.last);
-  if (n >= end) mbarrier_try_wait_parity(shared_address(&control.barriers.standing), 0);
   Plane plane;
-  i32 turn = 0;
+  u32 parity = 0;
   CF_UNROLL_1
-  for (; n >= end; --n, plane = plane.after(kPlanesOfTile)) {
-    const bool mine = turn == team;
-    turn = turn + 1 == kTeams ? 0 : turn + 1;
-    if (!mine) continue;
-    if (n > last) c.planes.pass_by(plane, kPlanesOfTile);
-    else c.step(plane, n * kTileRows + thread % 4 * 2, n < steady_from || n >= steady_to);
+  for (u32 loop = 0; loop < points(p.loop); ++loop) {
+    if (loop != 0) next_item();
+    Keys keys = uniform(work.keys[tile]);
+    if constexpr (!kMaskOrBias) c.load_rows(work, row, p.seqlen_q - 1);
+    const i32 end = uniform(work.first);
+    i32 n = uniform(work.last), turn = 0;
+    if (n >= end) mbarrier_try_wait_parity(shared_address(&control.barriers.standing), parity), parity ^= 1;
+    CF_UNROLL_1
+    for (; n >= end; --n, plane = plane.after(kPlanesOfTile)) {
+      const bool mine = turn == team;
+      turn = turn + 1 == kTeams ? 0 : turn + 1;
+      if (!mine) continue;
+      const Place at{p, work.sight, work.terms, row, n * kTileRows + thread % 4 * 2};
+      if constexpr (kMaskOrBias) keys = uniform(work.keys[tile]);          // not kept through a tile: registers
+      if (n > keys.last) c.planes.pass_by(plane, kPlanesOfTile);
+      else c.step(work, plane, at, n < keys.steady_from || n >= keys.steady_to);
+    }
   }
   if constexpr (kTogether) {
     const u32 mine = tiles + 4 * thread;         // where q was
@@ -135,18 +186,18 @@ CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 number)
   }
   const Rows<float> rows = rows_of<float>(p.call.dq, p.dq, work.item, work.head);
   const Target to{rows, row, thread % 4 * 2, p.seqlen_q, p.head_dim, p.accumulate != 0};
-  to.store(c.dq, c.scale, row < work.sight.q_length, row + 8 < work.sight.q_length);
+  to.store(c.dq, float(p.call.scale), row < work.q_length, row + 8 < work.q_length);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     cupyflash_backward_q(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
   Control& control = static_shared_storage<Control>();
   const u32 tiles = shared_tiles();
-  if (thread_index() == 0) prepare(control.work, p), initialise(control.barriers, 4 * kConsumers / kTeams);
+  if (thread_index() == 0) prepare(control.work, p, 0), initialise(control.barriers, 4 * kConsumers / kTeams);
   block_barrier();                               // barriers and work are there
   if (warpgroup_index() == 0) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (thread_index() == 0) produce(p, maps, control, tiles);
+    produce(Feed{p, maps, control, tiles, Producer{control.barriers, tiles + kSlotsAt}}, p, control.work);
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
     consume(p, control, tiles, warpgroup_index() - 1);

@@ -27,3 +27,4 @@ CF_DEVICE u32 uniform(u32 x) { return x; }
 CF_DEVICE i32 uniform(i32 x) { return x; }
 CF_DEVICE long long opaque(long long x) { return x; }
 CF_DEVICE double unbranched(double x) { return x; }
+CF_DEVICE u32 unbranched(u32 x) { return x; }

@@ -130,6 +130,8 @@ CF_DEVICE void ld_shared_f32x2(float& x, float& y, u32 address) {
   x = both.value[0], y = both.value[1];
 }
 
+CF_DEVICE float min_nan(float a, float b) { return a != a || a < b ? a : b; }
+
 CF_DEVICE float ex2_approx_ftz(float x) {
   const float r = __builtin_exp2f(x);
   return r < 0x1p-126f ? 0.0f : r;

@@ -29,6 +29,9 @@ CF_DEVICE u32 shuffle_xor(u32 x, u32 mask, CF_HERE) {
 CF_DEVICE double shuffle_xor(double x, u32 mask, CF_HERE) {
   return emulate::shuffle_from(x, emulate::own_index() ^ mask, {"shuffle_xor", file, line});
 }
+CF_DEVICE u32 shuffle(u32 x, u32 lane, CF_HERE) {
+  return emulate::shuffle_from(x, lane, {"shuffle", file, line});
+}
 CF_DEVICE float shuffle(float x, u32 lane, CF_HERE) {
   return emulate::shuffle_from(x, lane, {"shuffle", file, line});
 }
