@@ -88,8 +88,8 @@ def attention(
         What to add to the score matrix's, row's and column's numbers: a shard's place in a larger problem. t0 may be
         an integer array on the host that broadcasts to (..., heads_q).
     precision : {"ieee", "tf32x3", "tf32"}, optional
-        For float32: FMA; three TF32 products (six of bfloat16 on Hopper, if it is named and there are 256 queries or
-        more), whose error is about that of FMA; one TF32 product. Default: "tf32x3" on tensor cores (compute
+        For float32: FMA; three TF32 products (six of bfloat16 on Hopper, from 256 queries on), whose error is about
+        that of FMA; one TF32 product. Default: "tf32x3" on tensor cores (compute
         capability 8.0 and newer, head dims up to 128), else "ieee". The CPU takes all and computes "ieee".
     deterministic : bool
         The same bits from run to run (default). False allows faster unordered sums.

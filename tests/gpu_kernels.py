@@ -21,7 +21,7 @@ def small_kernels(cc):
     bits = list(itertools.product((False, True), repeat=len(configs.OPTION_BITS)))
     found, covered = {}, set()
     for family in families.FAMILIES:
-        if not family.least_cc <= cc <= family.most_cc or family.on_request:
+        if not family.least_cc <= cc <= family.most_cc or family.least_queries:
             continue
         dtypes = [dtype for dtype in family.dtypes if family.takes(dtype, cc)]
         for dtype, kernel in itertools.product(

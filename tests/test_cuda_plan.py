@@ -56,8 +56,8 @@ def test_a_plan_needs_an_architecture_alone(dtype, backward, arch):
     family = "sm80" if arch >= 80 else "simt"
     if dtype.itemsize > 2 and arch >= 80:
         family = "sm80_wide" if dtype == np.float32 or arch in (80, 90, 100) else "simt"
-    if family == "sm80" and arch == 90:
-        family = "sm90"
+    if arch == 90 and dtype.itemsize < 8:
+        family = {"sm80": "sm90", "sm80_wide": "sm90_wide"}[family]
     assert (p.backend, p.family, p.registers, p.shared_bytes) == ("cuda", family, None, None)
     assert p.config.startswith(f"{family} ")
     assert dtype.name in p.config
@@ -70,14 +70,21 @@ def test_a_plan_needs_an_architecture_alone(dtype, backward, arch):
         ("row_stats", "backward", "finish_queries") if one_kernel else ("delta", "backward_kv", "backward_q")
     )
     kernels = ("delta", "backward") if in_turns else kernels
-    assert p.kernels == (kernels if backward else ("forward",))
+    kernels = kernels if backward else ("forward",)
+    if family == "sm90_wide":
+        kernels = ("delta", "split_all", *kernels[1:]) if backward else ("split", *kernels)
+    assert p.kernels == kernels
     results = 2 * 4 * 1000 * 80 * dtype.itemsize
     assert p.output_bytes == (3 * results if backward else results + 2 * 4 * 1000 * score)
     assert p.copied_bytes == 0
     columns = 128 if family == "sm90" else 82  # sums for dq are as wide as the kernel's head dim
     a_row = score * (columns + 2 if one_kernel else 1) + 4 * in_turns
     padded = 2 * 4 * (1024 if one_kernel else 1000)
-    assert p.workspace_bytes <= (1024 + padded * a_row if backward else 0)
+    rows = 1024 + padded * a_row if backward else 0
+    planes = 0
+    if family == "sm90_wide":  # q, k, v and dout of whole tiles with two numbers a row, or k and v
+        planes = 2 * 4 * (1024 * (4 * 768 + 2 * score) if backward else 1000 * 2 * 768)
+    assert p.workspace_bytes <= rows + planes
 
 
 def test_without_a_gpu_an_architecture_is_asked_for():

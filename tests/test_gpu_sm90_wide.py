@@ -22,7 +22,7 @@ PAIRS = list(itertools.combinations_with_replacement(test_sm90_wide.ONE_OPTION, 
 
 @pytest.fixture(autouse=True)
 def hopper(cupy, monkeypatch):
-    """The family runs only when it is asked for."""
+    """Of few queries the family takes only calls that ask for it."""
     if cupyflash.cuda.device.compute_capability(cupy.cuda.runtime.getDevice()) != 90:
         pytest.skip("needs compute capability 9.0")
     monkeypatch.setattr(families, "FORCED", "sm90_wide")

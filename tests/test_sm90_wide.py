@@ -28,7 +28,7 @@ nvrtc = cupy.cuda.nvrtc
 
 @pytest.fixture(autouse=True)
 def asked_for(monkeypatch):
-    """The family runs only when it is asked for."""
+    """Of few queries the family takes only calls that ask for it."""
     monkeypatch.setattr(families, "FORCED", "sm90_wide")
 
 
@@ -69,24 +69,29 @@ def test_the_kernels_that_split_compile(kernel):
     assert faults(split) == []
 
 
+def backward_config(kernel, dims, options):
+    return configs.choose("sm90_wide", kernel, "float32", *dims, options, 90)
+
+
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[-1]], ids=str)
 @pytest.mark.parametrize("kernel", ["backward_q", "backward_kv"])
-def test_kernels_of_the_backward_compile_to_what_they_are_written_for(kernel, dims):
-    assert faults(configs.choose("sm90_wide", kernel, "float32", *dims, OPTIONS[0], 90)) == []
+def test_kernels_of_the_backward_compile_to_what_they_are_written_for(kernel, options, dims):
+    assert faults(backward_config(kernel, dims, options)) == []
 
 
 @pytest.mark.full_matrix
-@pytest.mark.parametrize("dims", [(64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (64, 128), (128, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("kernel", ["backward_q", "backward_kv"])
-def test_so_do_those_of_two_head_dims(kernel, dims):
-    assert faults(configs.choose("sm90_wide", kernel, "float32", *dims, OPTIONS[0], 90)) == []
+def test_so_do_all_of_them(kernel, dims):
+    assert [fault for options in OPTIONS for fault in faults(backward_config(kernel, dims, options))] == []
 
 
 def test_rows_of_the_backward_follow_their_rules():
-    for kernel, dims in itertools.product(
-        ("backward_q", "backward_kv"), itertools.product((1, 64, 65, 128), repeat=2)
+    for kernel, dims, options in itertools.product(
+        ("backward_q", "backward_kv"), itertools.product((1, 64, 65, 128), repeat=2), OPTIONS
     ):
-        row = configs.choose("sm90_wide", kernel, "float32", *dims, OPTIONS[0], 90).geometry
+        row = backward_config(kernel, dims, options).geometry
         assert row.broken_rules(kernel, 4) == []
         assert row.shared_bytes(kernel, 4) + STATIC_BYTES <= configs.shared_limit(90)
     broken = row._replace(slots=5, producer_registers=40, consumer_registers=240).broken_rules(kernel, 4)
@@ -200,20 +205,36 @@ def test_what_goes_here_and_what_goes_elsewhere(monkeypatch):
     others = [family(m=MANY - 1, **wanted), family(arch=80, **wanted), family(arch=100, **wanted)]
     others += [family(arch=120, **wanted), family(precision="tf32")]
     assert set(others) == {"sm80_wide"}
-    assert family() == family(backward=True) == "sm80_wide"
+    assert family() == family(backward=True) == "sm90_wide"
+    assert family(m=MANY - 1) == family(m=MANY - 1, backward=True) == "sm80_wide"
     assert family(precision="ieee") == "simt"
 
 
-def test_which_backward_runs_here():
+def test_every_backward_runs_here():
     q, k = np.zeros((2, 4, MANY, 64), np.float32), np.zeros((2, 2, 24, 64), np.float32)
     here = ("delta", "split_all", "backward_kv", "backward_q")
-    shapes_scores = ("mask", "bias", "alibi", "softcap", "dropout", "negative scale")
-    for name, options in ONE_OPTION.items():
-        p = cupyflash.plan(q, k, k, arch=90, backward=True, **options)
-        assert p.family == "sm90_wide"
-        assert (p.kernels[:4] == here) == (name not in shapes_scores), f"{name}: {p.kernels}"
-    for arrays in ((q, k[:1], k), (q, k, k[:1]), (q[:1], k, k)):
-        assert cupyflash.plan(*arrays, arch=90, backward=True).config.startswith("sm80_wide backward_q")
+    calls = [((q, k, k), options) for options in ONE_OPTION.values()]
+    calls += [(arrays, {}) for arrays in ((q, k[:1], k[:1]), (q[:1], k, k))]
+    for arrays, options in calls:
+        p = cupyflash.plan(*arrays, arch=90, backward=True, **options)
+        assert (p.family, p.kernels[:4]) == ("sm90_wide", here), f"{options}: {p}"
+        assert p.config.startswith("sm90_wide backward_q") or options.keys() & {"alibi_slopes", "bias"}
+    two = cupyflash.plan(q, k[:1], k, arch=90, backward=True)
+    assert two.kernels == (*here[:3], *here[2:]), "keys and values have an owner each"
+    slopes = cupyflash.plan(q, k, k, arch=90, backward=True, **ONE_OPTION["alibi"])
+    assert slopes.config.startswith("sm80_wide backward_q")
+    assert not {"split_all"} & set(
+        cupyflash.plan(q, k[:, :, :0], k[:, :, :0], arch=90, backward=True).kernels
+    )
+
+
+def test_a_bias_of_another_dtype_is_copied_for_the_backward():
+    q, k = np.zeros((2, 4, MANY, 64), np.float32), np.zeros((2, 2, 24, 64), np.float32)
+    for shape in ((4, MANY, 24), (MANY, 1), ()):
+        for dtype in (np.float16, np.float32, np.float64):
+            bias = np.zeros(shape, dtype)
+            p = cupyflash.plan(q, k, k, arch=90, backward=True, bias=bias)
+            assert (p.copied_bytes > 0) == (dtype != np.float32), f"{shape} {dtype}"
 
 
 def test_planes_of_the_backward_are_whole_tiles():

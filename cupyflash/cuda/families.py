@@ -42,8 +42,6 @@ class Family:
         The compute capabilities on which it takes float64; empty is all that it runs on.
     lead_axes : int
         How many leading axes that do not merge it takes in place.
-    on_request : bool
-        Whether it takes only calls that ask for it, by its name or by one of its precisions.
     least_queries : int
         With fewer it takes only calls that ask for it by its name.
     """
@@ -57,7 +55,6 @@ class Family:
     precisions: tuple[str, ...]
     float64_on: tuple[int, ...] = ()
     lead_axes: int = LEAD_AXES
-    on_request: bool = False
     least_queries: int = 0
 
     def arch(self, cc: int) -> str:
@@ -113,7 +110,6 @@ FAMILIES = (
         most_head_dim=128,
         precisions=("tf32x3",),
         lead_axes=2,
-        on_request=True,
         least_queries=256,
     ),
     Family(
@@ -173,8 +169,6 @@ def choose_family(
     passed_over: list[tuple[str, str]] = []
     for family in FAMILIES:
         reason = family.refusal(problem, cc, backward)
-        if reason is None and family.on_request and problem.precision is None:
-            reason = "runs only when asked for, by its name or by precision="
         if reason is None and problem.seqlen_q < family.least_queries:
             reason = f"leaves fewer than {family.least_queries} queries to families that prepare less"
         if reason is None and family.name == "sm90" and runs_of_keys(problem) > 1:
