@@ -107,6 +107,9 @@ template <> CF_DEVICE u32 cvt_rn_x2<float16>(float low, float high) {
 CF_DEVICE void st_global_x4(float* p, float x0, float x1, float x2, float x3) {
   asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x0), "f"(x1), "f"(x2), "f"(x3) : "memory");
 }
+CF_DEVICE void st_global_128(void* p, const u32 (&x)[4]) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+}
 CF_DEVICE void st_shared_32(u32 address, u32 x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }

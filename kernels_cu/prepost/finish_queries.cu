@@ -6,6 +6,7 @@
 // neighbours.
 #include "attn/backward_rows.cuh"
 #include "core/block.cuh"
+#include "core/ptx_sm80.cuh"
 #include "core/warp.cuh"
 
 constexpr i32 kFinishThreads = 256, kAtOnce = 8;      // float4 of a lane at once: 64 columns
@@ -21,6 +22,11 @@ CF_DEVICE void exchange(u32& a, u32& b, u32 mask) {
   const bool high = (lane_index() & mask) != 0;
   const u32 got = shuffle_xor(high ? a : b, mask);
   if (high) a = got; else b = got;
+}
+
+CF_DEVICE u32 pair_of(Element low, Element high) {
+  union { Packed<Element, 2> pair; u32 word; } x = {{{low, high}}};
+  return x.word;
 }
 
 using Sums = Packed<float, 4>[kAtOnce];
@@ -42,16 +48,16 @@ CF_DEVICE void store_rows(const Params& p, const Sums& sums, const Rows<Element>
   CF_UNROLL
   for (int n = 0; n < 4; ++n) {
     const int h = n % 2, from = n / 2 * 4;
-    union { u32 word[4]; Packed<Element, 2> pair[4]; Packed<Element, 8> all; } x;
+    u32 word[4];
     CF_UNROLL
     for (int k = 0; k < 4; ++k) {
       const float* entry = sums[from + k].value + 2 * h;
-      x.pair[k] = {{convert<Element>(times(entry[0], scale)), convert<Element>(times(entry[1], scale))}};
+      word[k] = pair_of(convert<Element>(times(entry[0], scale)), convert<Element>(times(entry[1], scale)));
     }
-    exchange(x.word[0], x.word[1], 1), exchange(x.word[2], x.word[3], 1);
-    exchange(x.word[0], x.word[2], 2), exchange(x.word[1], x.word[3], 2);
+    exchange(word[0], word[1], 1), exchange(word[2], word[3], 1);
+    exchange(word[0], word[2], 2), exchange(word[1], word[3], 2);
     const i32 i = row + 8 * h, c = col + 8 * (from + i32(lane_index()) % 4);
-    if (i < p.seqlen_q && c < p.head_dim) *reinterpret_cast<Packed<Element, 8>*>(rows.at(i, c)) = x.all;
+    if (i < p.seqlen_q && c < p.head_dim) st_global_128(rows.at(i, c), word);
   }
 }
 

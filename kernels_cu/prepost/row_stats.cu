@@ -60,7 +60,7 @@ CF_DEVICE void parts_of_deltas(float (&sums)[kRows], const Params& p, const Item
   parts_of_rows(sums, dout, rows_of<const float>(p.call.out, p.out, item, head), p.head_dim_v, row, row_stop);
 }
 
-extern "C" __global__ void __launch_bounds__(kStatsThreads) cupyflash_row_stats(const Params p) {
+extern "C" __global__ void __launch_bounds__(kStatsThreads, 3) cupyflash_row_stats(const Params p) {
   const i32 units = ceil_div(p.seqlen_q, kRowUnit), tile_rows = p.splits;
   const u32 matrix = block_index() / u32(units);
   const Item item = item_at(p, matrix / u32(p.heads_q), 0);
@@ -69,27 +69,29 @@ extern "C" __global__ void __launch_bounds__(kStatsThreads) cupyflash_row_stats(
   u32* counters = static_cast<u32*>(p.call.turns);
   counters += block_index() == 0 ? 0 : kTickets + block_index() * (kRowUnit / kRowBlock);
   if (thread_index() < (block_index() == 0 ? kTickets : 0) + kRowUnit / kRowBlock) counters[thread_index()] = 0;
-  float sums[kRows] = {};
-  if (p.call.delta == nullptr) parts_of_deltas(sums, p, item, head, first + own, q_length);
-  float* stats = row_stats_of(p, item, head);
-  CF_UNROLL
-  for (int n = 0; n < kRows; ++n) {
-    const i32 row = first + own + n * kRowsAtOnce;
-    float delta = sums[n], lse_log2 = Limits<float>::infinity();
+  // Lane n of a row's lanes writes what belongs to row n of theirs.
+  const i32 lane = i32(lane_index()) % kLanes, row = first + own + lane * kRowsAtOnce;
+  const bool seen = lane < kRows && row < q_length;
+  const auto of_row = [&](const void* data, const Strides& strides) {
+    return seen && data != nullptr ? *rows_of<const float>(data, strides, item, head).at(row, 0) : 0.0f;
+  };
+  const float lse = of_row(p.call.lse, p.lse), dlse = of_row(p.call.dlse, p.dlse);
+  float sums[kRows] = {}, delta = of_row(p.call.delta, p.delta);
+  if (p.call.delta == nullptr) {
+    parts_of_deltas(sums, p, item, head, first + own, q_length);
     CF_UNROLL
-    for (u32 mask = kLanes / 2; mask > 0; mask /= 2) delta += shuffle_xor(delta, mask);
-    if (lane_index() % kLanes != 0) continue;
-    if (row < q_length) {
-      if (p.call.delta != nullptr) delta = *rows_of<const float>(p.call.delta, p.delta, item, head).at(row, 0);
-      if (p.call.dlse != nullptr) delta -= *rows_of<const float>(p.call.dlse, p.dlse, item, head).at(row, 0);
-      const float lse = lse_for_backward(*rows_of<const float>(p.call.lse, p.lse, item, head).at(row, 0));
-      lse_log2 = times(lse, 1.4426950408889634f);
+    for (int n = 0; n < kRows; ++n) {
+      CF_UNROLL
+      for (u32 mask = kLanes / 2; mask > 0; mask /= 2) sums[n] += shuffle_xor(sums[n], mask);
+      if (lane == n) delta = sums[n];
     }
-    float* of_tile = stats + 2 * (row / tile_rows * tile_rows) + row % tile_rows;
-    of_tile[0] = lse_log2;
-    of_tile[tile_rows] = delta;
-    if (p.call.row_delta != nullptr && row < p.seqlen_q) {
-      static_cast<float*>(p.call.row_delta)[row_number(p, item, head, row)] = delta;
-    }
+  }
+  if (lane >= kRows) return;
+  if (p.call.dlse != nullptr) delta -= dlse;
+  float* of_tile = row_stats_of(p, item, head) + 2 * (row / tile_rows * tile_rows) + row % tile_rows;
+  of_tile[0] = seen ? times(lse_for_backward(lse), 1.4426950408889634f) : Limits<float>::infinity();
+  of_tile[tile_rows] = delta;
+  if (p.call.row_delta != nullptr && row < p.seqlen_q) {
+    static_cast<float*>(p.call.row_delta)[row_number(p, item, head, row)] = delta;
   }
 }

@@ -104,6 +104,9 @@ template <class T> CF_DEVICE u32 cvt_rn_x2(float low, float high) {
 CF_DEVICE void st_global_x4(float* p, float x0, float x1, float x2, float x3) {
   *reinterpret_cast<emulate::Elements<float, 4>*>(p) = {{x0, x1, x2, x3}};
 }
+CF_DEVICE void st_global_128(void* p, const u32 (&x)[4]) {
+  *static_cast<emulate::Elements<u32, 4>*>(p) = {{x[0], x[1], x[2], x[3]}};
+}
 CF_DEVICE void st_shared_32(u32 address, u32 x) { emulate::shared_at<u32>(address) = x; }
 CF_DEVICE void st_shared_f32x2(u32 address, float x, float y) {
   emulate::shared_at<emulate::Elements<float, 2>>(address) = {{x, y}};
