@@ -33,6 +33,32 @@ CF_DEVICE void store_elements(const float (&sum)[kEntries], const Target& target
   }
 }
 
+// The same for rows of elements that 16 bytes at once fill, 64 columns at a time.
+template <int kEntries>
+CF_DEVICE void store_packed_rows(const float (&sum)[kEntries], const Rows<Element>& rows, i32 cols, i32 row, i32 row_stop,
+                                 u32 staging, i32 lane) {
+  const u32 to = staging + lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+  CF_UNROLL
+  for (int part = 0; part < kEntries / 32; ++part) {
+    CF_UNROLL
+    for (int n = 0; n < 4; ++n) {
+      const float* x = sum + 32 * part + 8 * n;
+      stmatrix_x4(to ^ (n * 32), cvt_rn_x2<Element>(x[0], x[1]), cvt_rn_x2<Element>(x[2], x[3]), cvt_rn_x2<Element>(x[4], x[5]),
+                  cvt_rn_x2<Element>(x[6], x[7]));
+    }
+    warp_barrier();      // the rows are there
+    const i32 col = 64 * part + lane % 8 * 8;
+    CF_UNROLL
+    for (int n = 0; n < 4; ++n) {
+      const i32 r = 4 * n + lane / 8;
+      u32 words[4];
+      ld_shared_128(words, staging + r * 128 + ((lane % 8) ^ (r % 8)) * 16);
+      if (row + r < row_stop && col < cols) st_global_128(rows.at(row + r, col), words);
+    }
+    warp_barrier();      // they have been read
+  }
+}
+
 // Entry 4 j + 2 h + x of lane l, times `factor`, is for row + 8 h + l / 4 of the key tile, column 8 j + 2 (l % 4) + x.
 template <int kEntries>
 CF_DEVICE void store_rows(float (&sum)[kEntries], float factor, const Target& target, const Params& p, const Work& work,
@@ -40,22 +66,10 @@ CF_DEVICE void store_rows(float (&sum)[kEntries], float factor, const Target& ta
   if (target.data == nullptr) return;
   CF_UNROLL
   for (int n = 0; n < kEntries; ++n) sum[n] = times(sum[n], factor);
-  const i32 row = work.tile * kBlockKV + tile_row, first = lane % 4 * 2;
+  const i32 row = work.tile * kBlockKV + tile_row;
   const Rows<Element> rows = rows_of<Element>(target.data, *target.to, work.item, work.head_kv);
-  const bool pairs = target.kind == KindOf<Element>::value && !p.accumulate && rows.packed<2>() && target.cols % 2 == 0;
-  if (!pairs) {
-    const i64 base = lead_offset(target.to->lead, work.item) + target.to->head * work.head_kv;
-    return store_elements(sum, target, p, base, row, staging, lane);
-  }
-  CF_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    const i32 i = row + lane / 4 + 8 * h;
-    if (i >= p.seqlen_k) continue;
-    Element* to = rows.at(i, first);
-    CF_UNROLL
-    for (int j = 0; j < kEntries / 4; ++j) {
-      if (first + 8 * j >= target.cols) continue;
-      *reinterpret_cast<u32*>(to + 8 * j) = cvt_rn_x2<Element>(sum[4 * j + 2 * h], sum[4 * j + 2 * h + 1]);
-    }
-  }
+  const bool packed = target.kind == KindOf<Element>::value && !p.accumulate && rows.packed<8>() && target.cols % 8 == 0;
+  if (packed) return store_packed_rows(sum, rows, target.cols, row, p.seqlen_k, staging, lane);
+  const i64 base = lead_offset(target.to->lead, work.item) + target.to->head * work.head_kv;
+  store_elements(sum, target, p, base, row, staging, lane);
 }
