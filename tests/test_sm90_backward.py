@@ -111,13 +111,21 @@ def test_keys_and_values_of_other_broadcasts_are_owned_by_launches_of_their_own(
     assert added == (sm90_backward.IN_TURN, sm90_backward.NOT_WANTED)  # dq is added once
 
 
-def test_unordered_sums_begin_at_zero():
-    x = np.broadcast_to(np.float16(0), (2, 4, 70, 64))
+@pytest.mark.parametrize("d", [64, 256])
+def test_sums_in_no_order_begin_with_the_first_share_or_at_zero(d):
+    x = np.broadcast_to(np.float16(0), (2, 4, 70, d))
     recipe = planned(Problem.create(x, x, x, deterministic=False), True, None, 90)[0]
-    kernels = [launch.config.kernel for launch in recipe.launches]
-    assert kernels == ["row_stats", "clear_sums", "backward", "finish_queries"]
-    assert recipe.launches[1].grid == 2 * 4 * 128 // backward_rows.ROW_BLOCK
-    assert recipe.launches[2].extras.queries == sm90_backward.IN_ANY_ORDER
+    clears, main = (["clear_sums"], "backward_wide") if d == 256 else ([], "backward")
+    assert [launch.config.kernel for launch in recipe.launches] == [
+        "row_stats",
+        *clears,
+        main,
+        "finish_queries",
+    ]
+    extras = recipe.launches[-2].extras
+    assert (extras.queries, extras.causal) == (sm90_backward.IN_ANY_ORDER, (2, 2) if clears else (16, 64))
+    if clears:
+        assert recipe.launches[1].grid == 2 * 4 * 128 // backward_rows.ROW_BLOCK
 
 
 def test_heads_are_walked_side_by_side_while_their_queries_fit_the_cache():

@@ -242,7 +242,7 @@ class _HopperBackward(_Backward):
         if "slopes" in self.wrt:
             self._reserve("slope_rows", self.sizes.rows)
         self._row_stats(config)
-        if "q" in self.wrt and not self.sizes.deterministic:
+        if "q" in self.wrt and kernel == "backward_wide" and not self.sizes.deterministic:
             self._clear_sums(config)
         if {"q", "k", "v"} & self.wrt:
             self._main(kernel, config)

@@ -30,8 +30,10 @@ _BY_TMA = tuple(map(ADDRESSES.index, ("q", "k", "v", "dout")))
 _LOG2E = np.float32(1.4426950408889634)
 _HALF_OF_L2 = 32e6  # bytes: queries, their cotangents and sums of the heads that are walked side by side
 # The fewer blocks of a head run at once, the less they wait for one another, and the more often queries are fetched
-# again. Least and most heads side by side under a causal mask, and the least without one up to head dim 128.
+# again. Least and most heads side by side under a causal mask, and the least without one up to head dim 128; then
+# wide heads under a mask where blocks add in any order.
 _CAUSAL_HEADS, _CAUSAL_PART, _LEAST_HEADS = (16, 64), 1.5, 4
+_WIDE_HEADS_IN_ANY_ORDER = (2, 2)
 
 
 class Geometry(NamedTuple):
@@ -152,6 +154,7 @@ class Extras:
     heads: int
     fitting: float  # heads of which half of the L2 cache holds what is read and written
     least: int  # heads side by side
+    causal: tuple[int, int]  # least and most of them under a causal mask
     group: int
     ticket: int
     queries: int
@@ -186,9 +189,11 @@ class Extras:
         fitting = _HALF_OF_L2 / max(1.0, head_bytes)
         least = _LEAST_HEADS if g.head_dim <= 128 else 1
         group = s.heads_q // s.heads_kv
+        free = g.head_dim > 128 and queries == IN_ANY_ORDER
+        causal = _WIDE_HEADS_IN_ANY_ORDER if free else _CAUSAL_HEADS
         key_tiles = ceil(s.seqlen_k, g.block_kv)
         natural = any(s.options[:2])
-        return cls(tuple(forms), key_tiles, heads, fitting, least, group, ticket, queries, natural)
+        return cls(tuple(forms), key_tiles, heads, fitting, least, causal, group, ticket, queries, natural)
 
     def arguments(
         self, addresses: Sequence[int], numbers: Sequence[float], counter: int
@@ -199,7 +204,7 @@ class Extras:
         unit = _LOG2E if self.natural else scale * _LOG2E
         side_by_side = max(self.least, int(self.fitting))
         if numbers[_RIGHT] < UNBOUNDED:
-            least, most = _CAUSAL_HEADS
+            least, most = self.causal
             side_by_side = min(most, max(least, int(_CAUSAL_PART * self.fitting)))
         launch = _LAUNCH.pack(
             scale,

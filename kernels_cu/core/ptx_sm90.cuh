@@ -111,6 +111,8 @@ CF_DEVICE void stmatrix_x4(u32 to, u32 a, u32 b, u32 c, u32 d) {
 
 // The old value of a counter in global memory, which grows by one.
 CF_DEVICE u32 atom_inc(u32* counter) { return atomicAdd(counter, 1u); }
+// The old value, which `to` replaces where it was `from`.
+CF_DEVICE u32 atom_cas(u32* counter, u32 from, u32 to) { return atomicCAS(counter, from, to); }
 
 // A number through which blocks speak: what its writer (and all who met the writer at barriers) did before the release
 // is seen by those who acquire it.

@@ -7,7 +7,8 @@
 // dq = dA K; that product is taken one query tile late, from a second buffer, so that no warpgroup waits for the other.
 // dq's columns are split between the warpgroups, or its rows where a query tile has 128. Shares of dq go through shared
 // memory to sums in float32, in the order of the key tiles, without the consumers (sm90/backward_feed.cuh). The scores of
-// the next tile begin when dv and dq have ended, under dk. Blocks stay on their multiprocessor and take work by ticket.
+// the next tile begin when dv and dq have ended, under dk. The consumers start dv, dq and dk in turns, so that one weighs
+// while the other's products run. Blocks stay on their multiprocessor and take work by ticket.
 //
 //   producer      K Q9 V dO9   Q8 dO8   Q7 dO7 ...                                  (query tiles are walked downward)
 //   consumers     S9 | dP9 .weights. dv9     .dS. dk9 S8 | dP8 .weights. dv8 dq9 .dS. dk8 S7 .share of 9. | ...
@@ -27,6 +28,21 @@
 //     without dq                                                      669 / 652             604 / 593
 //   two shares in shared memory                                       546 / 553
 //
+// A day later, at 16384 / 4096 / 1024 keys, head dim 128, without and with a causal mask (cuDNN 607 574 450 / 585 489 322):
+//
+//   the above                                                         531 506 414 / 543 473 304
+//   dk and dv in whole rows, faster row_stats and finish_queries      514 506 430 / 535 484 331
+//   products in turns, a herald for each consumer                     549 526 438 / 555 492 328
+//     in any order                                                    583 560 447 / 574 510 336
+//     without dq                                                      655 641 513 / 650 581 381
+//   in turns, one herald, at (4, 16, 4096, 128)                       541, in any order 557
+//
+// A tile of both consumers took 4900 clk, of which its products are 2560: both weighed at once (1400), took gradients at
+// once (250) and waited for products at once; turns part them. What gave nothing or less: dv started before dP is awaited,
+// scores of the next tile before dk (registers), dq added straight from registers, three stages, weights rounded first,
+// turns that end after the next scores, two heralds by tile or by consumer (head dim 64: 5 % less), bits of dropout drawn
+// under dk.
+//
 // In turn each block of a head runs as fast as the slowest before it: the fewer of a head run at once, the less it costs.
 // A choice of four heads side by side without a mask and of 16 to 64 with one gave 1 to 4 % (sm90_backward.py).
 #include "sm90/backward_consumer.cuh"
@@ -36,6 +52,7 @@ static_assert(kGradientAt + 2 * kGradientBytes == kShareAt, "the launch gives wh
 static_assert(kBlockKV == 128 && kThreads == 384, "64 keys a consumer");
 static_assert(kSplitRows ? kHeadDim == 64 : kBlockQ == 64, "a consumer computes 64 rows of dq, all columns or half of them");
 
+enum : i32 { kTurn = 2 };      // named barrier of the first consumer; that of the second follows
 using Output = float[kHeadDim / 2];
 using Queries = float[kSplitRows ? kHeadDim / 2 : kHeadDim / 4];
 
@@ -70,6 +87,16 @@ struct Consumer : ConsumerBase {
     store_gradients(ds, tiles + kGradientAt + step % 2 * kGradientBytes, 64 * number);
     warp_barrier();
     if (thread % 32 == 0) mbarrier_arrive(barrier(control.ds_ready, step));
+  }
+
+  // The share of the tile before.
+  CF_DEVICE void prepare_share() const {
+    if (launch.queries != kNotWanted) await_place(ring.number - 1);
+  }
+  CF_DEVICE void hand_on(const Queries& dq) const {
+    if (launch.queries == kNotWanted) return;
+    write_share<0>(dq, ring.number - 1), write_share<1>(dq, ring.number - 1);
+    give_share(ring.number - 1);
   }
 
   CF_DEVICE void clear() {
@@ -114,22 +141,24 @@ struct Consumer : ConsumerBase {
     const u32 delta_at = control.delta_of(ring.stage());
     if constexpr (kLoadEarly) delta.load(delta_at, thread);
     wgmma_wait_group<0>();                 // dP is there
+    if (leader() && at_last()) mbarrier_arrive(shared_address(&control.v_free));
     const auto weight = [&](int n) { return kRoundedWeights ? entry_of(weights, n) : s[n]; };
     gradients_of(ds, dp, weight, derivative, at, edge, delta, delta_at, thread);
     if constexpr (!kRoundedWeights) round_to(weights, s), round_to(ds, dp);
     if constexpr (kDropout) remove_dropped(weights);
+    bar_sync(kTurn + number, 256);
     start_gradient(dv, weights, queries_by_rows(kOAt));
     start_queries_of(dq, step() - 1);
     give_gradients(ds, step());
     start_gradient(dk, ds, queries_by_rows(kQAt));
-    const bool gives = launch.queries != kNotWanted && inside();
-    if (gives) await_place(ring.number - 1);
+    bar_arrive(kTurn + 1 - number, 256);
+    if (inside()) prepare_share();
     wgmma_wait_group<1>();                 // dv and dq are there; dk runs on
     if (leader()) mbarrier_arrive(barrier(control.ds_free, step() - 1)), mbarrier_arrive(barrier(control.o_free, ring.stage()));
     Ring<kStages> next = ring;
-    if (ring.number + 1 != work().end) next.advance();      // else the scores of this tile once more, for nobody
+    if (!at_last()) next.advance();      // else the scores of this tile once more, for nobody
     start_next(next);
-    if (gives) give_share(dq, ring.number - 1);
+    if (inside()) hand_on(dq);
     wgmma_wait_group<0>();
     if (leader()) mbarrier_arrive(barrier(control.q_free, ring.stage()));
     ring.advance();
@@ -138,10 +167,10 @@ struct Consumer : ConsumerBase {
   CF_DEVICE void end() {
     Queries dq;
     start_queries_of(dq, step() - 1);
-    if (launch.queries != kNotWanted) await_place(ring.number - 1);
+    prepare_share();
     wgmma_wait_group<0>();
     if (leader()) mbarrier_arrive(barrier(control.ds_free, step() - 1));
-    if (launch.queries != kNotWanted) give_share(dq, ring.number - 1);
+    hand_on(dq);
   }
 
   CF_DEVICE void store() {
@@ -163,5 +192,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup_index() == 0) return serve(p, maps, launch, control);
   setmaxnreg_inc<kConsumerRegisters>();
   Consumer consumer{{p, launch, control, warpgroup_index() - 1, i32(thread_index()) % 128, shared_tiles()}};
+  if (consumer.number == 1) bar_arrive(kTurn, 256);      // the first one begins
   consumer.walk(consumer);
 }

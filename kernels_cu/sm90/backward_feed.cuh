@@ -2,7 +2,8 @@
 //
 // The scheduler prepares work, the producer loads tiles. The usher waits, a tile ahead, until the blocks before have added
 // their shares of the gradient of a query tile; the consumers leave theirs in shared memory; the herald adds it and tells
-// the next block. So the consumers wait for a free place alone, and who has fallen behind can catch up.
+// the next block. So the consumers wait for a free place alone, and who has fallen behind can catch up. In any order the
+// usher waits for the first share of a query tile alone, which is stored and not added.
 #pragma once
 #include "sm90/backward_work.cuh"
 
@@ -17,14 +18,22 @@ constexpr u32 kShareBytes = kBlockQ * kHeadDim * 4, kShareAt = kSharedBytes - 10
 struct Turn {
   float* sums;           // null: there is no more
   u32* counter;
-  u32 number;            // shares before; the first is stored, not added
+  u32 number;            // shares before, or whether there is one; the first is stored, not added
 };
+
+// In any order a counter is 1 as soon as a block has claimed the first share, and this when it has been stored.
+constexpr u32 kStored = 2;
 
 struct QueryTile { i32 head, tile; };
 
+// Whether there are usher and herald. In any order, wide shares are added by the consumers, each its half.
+CF_DEVICE bool has_herald(const Launch& launch) {
+  return launch.queries == kInTurn || (kHeadDim <= 128 && launch.queries == kInAnyOrder);
+}
+
 // Ready barriers end a phase when what they are named after may be read, free barriers when all have read it.
 struct Control {
-  u64 work_wanted, work_ready[2], work_free[2], k_ready, v_ready, kv_free;
+  u64 work_wanted, work_ready[2], work_free[2], k_ready, v_ready, k_free, v_free;
   u64 q_ready[kStages], q_free[kStages], o_ready[kStages], o_free[kStages];
   u64 ds_ready[2], ds_free[2];
   u64 turn_ready[2], turn_taken[2], share_there[2], share_free[2];
@@ -44,10 +53,11 @@ template <i32 kCount> CF_DEVICE u32 barrier(const u64 (&bars)[kCount], u32 numbe
   return shared_address(bars) + 8 * (number % kCount);
 }
 
-// ushered: whether the usher is there.
+// ushered: whether usher and herald are there.
 CF_DEVICE void initialise_barriers(Control& control, bool ushered) {
   mbarrier_init(control.work_wanted, 1);
-  mbarrier_init(control.k_ready, 1), mbarrier_init(control.v_ready, 1), mbarrier_init(control.kv_free, kConsumers);
+  mbarrier_init(control.k_ready, 1), mbarrier_init(control.v_ready, 1);
+  mbarrier_init(control.k_free, kConsumers), mbarrier_init(control.v_free, kConsumers);
   for (i32 n = 0; n < 2; ++n) {
     mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], kConsumers + 1 + ushered);
     mbarrier_init(control.ds_ready[n], 4 * kConsumers), mbarrier_init(control.ds_free[n], kConsumers);
@@ -65,7 +75,7 @@ CF_DEVICE void initialise_barriers(Control& control, bool ushered) {
 // By all threads of the block.
 CF_DEVICE void initialise(Control& control, const Launch& launch) {
   if (thread_index() < kBlockQ) control.zeros[thread_index()] = 0.0f;
-  if (thread_index() == 0) initialise_barriers(control, launch.queries != kNotWanted);
+  if (thread_index() == 0) initialise_barriers(control, has_herald(launch));
   block_barrier();                         // the barriers are there
 }
 
@@ -114,8 +124,8 @@ struct Producer {
       cp_async_bulk_tensor_5d_load(to + n * kRows * 128, map, ready, 64 * n, row, head, lead0, lead1);
     }
   }
-  CF_DEVICE void load_keys(u32 to, const TensorMap& map, u64& ready) const {
-    load<kBlockKV>(to, map, shared_address(&control.kv_free), work().before % 2 ^ 1, shared_address(&ready), work().head_kv,
+  CF_DEVICE void load_keys(u32 to, const TensorMap& map, const u64& free, const u64& ready) const {
+    load<kBlockKV>(to, map, shared_address(&free), work().before % 2 ^ 1, shared_address(&ready), work().head_kv,
                    work().tile * kBlockKV);
   }
   CF_DEVICE void load_q(i32 head, i32 tile) const {
@@ -139,8 +149,8 @@ struct Producer {
       for (i32 tile = work().last; tile >= work().first; --tile) {
         load_q(head, tile);
         if (tile == work().last && head == work().head_kv * launch.group) {
-          load_keys(shared_tiles() + kKAt, maps.k, control.k_ready);
-          load_keys(shared_tiles() + kVAt, maps.v, control.v_ready);
+          load_keys(shared_tiles() + kVAt, maps.v, control.v_free, control.v_ready);      // free the sooner
+          load_keys(shared_tiles() + kKAt, maps.k, control.k_free, control.k_ready);
         }
         load_o(head, tile);
         ring.advance();
@@ -178,10 +188,12 @@ CF_DEVICE void usher(const Params& p, const Launch& launch, Control& control) {
         forget();                          // step by step: it has few registers
         turn.counter = turns_of(p, work.item, head) + tile;
         forget();
-        turn.number = 1;
         if (launch.queries == kInTurn) {
           turn.number = turn_of(work.sight, tile, work.tile);
           while (ld_acquire_gpu(turn.counter) != turn.number) {}
+        } else {
+          turn.number = atom_cas(turn.counter, 0, 1);
+          while (turn.number != 0 && ld_acquire_gpu(turn.counter) != kStored) {}
         }
         mbarrier_arrive(barrier(control.turn_ready, ring.stage()));
         ring.advance();
@@ -212,10 +224,10 @@ CF_DEVICE void herald(const Launch& launch, Control& control) {
     cp_async_bulk_commit_group();
     cp_async_bulk_wait_group_read();
     mbarrier_arrive(barrier(control.share_free, place));
-    if (launch.queries == kInTurn) {
+    if (launch.queries == kInTurn || turn.number == 0) {
       cp_async_bulk_wait_group();
       fence_proxy_async_global();
-      st_release_gpu(turn.counter, turn.number + 1);
+      st_release_gpu(turn.counter, launch.queries == kInTurn ? turn.number + 1 : kStored);
     }
     ring.advance();
   }
@@ -228,6 +240,6 @@ CF_DEVICE void serve(const Params& p, const TensorMaps& maps, const Launch& laun
   setmaxnreg_dec<kProducerRegisters>();
   if (thread_index() == 0) Producer{p, maps, launch, control}.produce();
   if (thread_index() == 32) schedule(p, launch, control);
-  if (thread_index() == 64 && launch.queries != kNotWanted) usher(p, launch, control);
-  if (thread_index() == 96 && launch.queries != kNotWanted) herald(launch, control);
+  if (thread_index() == 64 && has_herald(launch)) usher(p, launch, control);
+  if (thread_index() == 96 && has_herald(launch)) herald(launch, control);
 }

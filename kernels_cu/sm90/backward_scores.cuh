@@ -200,10 +200,7 @@ CF_DEVICE void round_to(Operand& to, const Scores& from) {
 // Weights with a minus sign become 0.
 CF_DEVICE void remove_dropped(Operand& weights) {
   CF_UNROLL
-  for (int n = 0; n < kScores / 2; ++n) {
-    const u32 sign = weights[n] & 0x80008000u;
-    weights[n] &= ~((sign >> 15) * 0xffffu);
-  }
+  for (int n = 0; n < kScores / 2; ++n) weights[n] &= ~signs_of_halves(weights[n]);
 }
 
 // dA of a tile from its weights, dP in dp, and delta of its queries (at `from`, if not loaded early). `edge`: some key is

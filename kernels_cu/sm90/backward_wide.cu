@@ -21,6 +21,14 @@
 //   (cuDNN 9.19 beside the second row                    305 / 258       408 / 374       368 / 415)
 //
 // Runs differ: in another the second row had 356 in its 16384 without a mask (cuDNN 376). Why is not known.
+//
+// In any order, a day later (cuDNN 297 / 258, 408 / 375 and 369 / 413): the herald's 64 KB keep the place for most of a tile,
+// so each consumer adds its half, and the next tile's first product starts between the two parts that it writes it in.
+//
+//   the herald adds                                      319 / 257       391 / 370       411 / 412
+//   the consumers add                                    279 / 229       321 / 303       326 / 327
+//     and start the next product before                  334 / 262       432 / 386       452 / 446
+//     with two heads side by side under a causal mask        / 267           / 398           / 456
 #include "sm90/backward_consumer.cuh"
 
 constexpr u32 kWeightsAt = kGradientAt + 2 * kGradientBytes, kDerivativesAt = kWeightsAt + kGradientBytes;
@@ -36,6 +44,7 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
   u64 rows, columns, columns_by_rows, gradients, keys_by_rows;      // descriptors; columns: of the queries or of dO
   u32 own_words;                           // where the thread stores weights
   Output sum;                              // dv or dk
+  Scores s;                                // or dP, of the tile that comes next
 
   CF_DEVICE void give_words(u32 to, const Operand& words) const {
     CF_UNROLL
@@ -54,12 +63,11 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
   }
 
   // The first consumer's part: weights from scores.
-  CF_DEVICE void weights_of(Operand& weights, Scores& s, const Place& at, bool edge) {
+  CF_DEVICE void weights_of(Operand& weights, const Place& at, bool edge) {
     Operand derivative;
     const Weighing weighing = weighing_of(control.lse_of(0), shared_address(control.zeros), launch.unit, thread);
     RowNumbers lse;
     lse.load(weighing.lse_log2, thread);
-    wgmma_wait_group<0>();                 // S is there
     if constexpr (!kPlainScores) shape(s, derivative, launch.scale, at);
     if (edge) select(s, at);
     weigh(s, weighing, lse, control.lse_of(0), launch.unit, thread);
@@ -72,48 +80,60 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
   }
 
   // The second one's: dA from them and dP, for itself and for both.
-  CF_DEVICE void take_weights(Operand& ds, Scores& dp, const Place& at, bool edge) {
+  CF_DEVICE void take_weights(Operand& ds, const Place& at, bool edge) {
     Operand weights, derivative;
-    wgmma_wait_group<0>();                 // dP is there
     bar_sync(kWeightsThere, 256);
     RowNumbers delta;
     delta.load(control.delta_of(0), thread);
     take_words(weights, tiles + kWeightsAt);
     if constexpr (kSoftcapOrAlibi) take_words(derivative, tiles + kDerivativesAt);
     const auto weight = [&](int n) { return entry_of(weights, n); };
-    gradients_of(ds, dp, weight, derivative, at, edge, delta, control.delta_of(0), thread);
+    gradients_of(ds, s, weight, derivative, at, edge, delta, control.delta_of(0), thread);
     store_gradients(ds, tiles + kGradientAt + ring.number % 2 * kGradientBytes, 0);
   }
 
   CF_DEVICE void query_tile() {
-    Scores s;
     Operand operand;                       // weights, or dA
     Queries dq;
     const u32 q_ready = barrier(control.q_ready, 0), o_ready = barrier(control.o_ready, 0);
-    mbarrier_try_wait_parity(kOwnsValues ? q_ready : o_ready, ring.parity());
     const i32 head = place().head, row = place().tile * kBlockQ, key = work().tile * kBlockKV + thread / 32 * 16 + thread % 32 / 4;
     const Place at{p, work(), head, row + thread % 4 * 2, key};
-    clear_queries(ring);
-    start_scores(s, rows, columns);
     const bool edge = !work().whole[0].covers(row, smaller(row + kBlockQ, work().sight.q_length));
-    if constexpr (kOwnsValues) weights_of(operand, s, at, edge); else take_weights(operand, s, at, edge);
+    if constexpr (kOwnsValues) weights_of(operand, at, edge); else take_weights(operand, at, edge);
     mbarrier_try_wait_parity(kOwnsValues ? o_ready : q_ready, ring.parity());
     start_gradient(sum, operand, columns_by_rows);
     bar_sync(kGradientsThere, 256);        // dA is there; weights, lse and delta have been read
     start_queries(dq, gradients + ring.number % 2 * (kGradientBytes >> 4), keys_by_rows);
     if (leader()) mbarrier_arrive(kOwnsValues ? barrier(control.q_free, 0) : barrier(control.o_free, 0));
+    if (leader() && at_last()) mbarrier_arrive(shared_address(&control.v_free));
     wgmma_wait_group<1>();                 // dv or dk is there
     if (leader()) mbarrier_arrive(kOwnsValues ? barrier(control.o_free, 0) : barrier(control.q_free, 0));
     wgmma_wait_group<0>();
-    if (launch.queries != kNotWanted) await_place(ring.number), give_share(dq, ring.number);
+    const u32 share = ring.number;
     ring.advance();
+    if (launch.queries == kInTurn) {
+      await_place(share), write_share<0>(dq, share), write_share<1>(dq, share);
+      give_share(share);
+    }
+    if (launch.queries == kInAnyOrder) await_half(), write_share<0>(dq, share);
+    start_next(ring.number != work().end);      // else of whatever lies there, for nobody
+    if (launch.queries == kInAnyOrder) write_share<1>(dq, share), add_half(share);
+    wgmma_wait_group<0>();
   }
 
   CF_DEVICE void clear() {
     CF_UNROLL
     for (int n = 0; n < kHeadDim / 2; ++n) sum[n] = 0.0f;
   }
-  CF_DEVICE void begin() {}
+  CF_DEVICE void begin() {
+    start_next(true);
+    wgmma_wait_group<0>();
+  }
+  CF_DEVICE void start_next(bool any) {
+    if (any) mbarrier_try_wait_parity(kOwnsValues ? barrier(control.q_ready, 0) : barrier(control.o_ready, 0), ring.parity());
+    if (any) clear_queries(ring);
+    start_scores(s, rows, columns);
+  }
   CF_DEVICE void end() const {}
   CF_DEVICE void store() {
     const i32 own = i32(opaque(thread)), warp_row = own / 32 * 16, lane = own % 32;
