@@ -165,7 +165,7 @@ TABLE: dict[tuple[Any, ...], tuple[Geometry, ...]] = {
 
 # dq, dk and dv in one kernel: float32, beside options where they leave it its registers.
 _in_one = (_row(128, 8, 32, 128, 64, 64), _row(128, 16, 32, 64, 64, 128))
-TABLE["backward", 4, (False, False, False)] = _in_one
+TABLE["backward", 4, (False, False, False), 100] = _in_one[:1]
 for _options, _cc in itertools.product(itertools.product((False, True), repeat=3), (80, 87, 90)):
     TABLE["backward", 4, _options, _cc] = _in_one
 
