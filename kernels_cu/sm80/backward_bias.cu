@@ -16,7 +16,7 @@
 //   a tile of 128 x 32 (D 64: x 64) for each block, load, wait, multiply              4.11, 8.29     3.39, 5.33
 //   the ring, several owners a block, 128 x 128, addends through registers            2.04, 5.48     1.74, 4.52
 //   addends by cp.async as they are; the plan while the tensor cores are busy         1.56, 5.35     1.49, 4.18
-//   a third of the instructions less: rows by shuffles, addresses in the plan,
+//   fewer instructions: rows by shuffles, addresses in the plan,
 //     addend and lse in one fused multiply-add, sums by another                       1.28, 3.89     1.03, 2.81
 //   64 x 128, two blocks on a multiprocessor                                          1.21, 3.40     0.96, 2.64
 // Three stages instead of four at 128 x 128: 1.54, 4.08, and 1.24, 2.98. Two blocks of 128 x 64: 1.28, 3.62, and 1.04, 2.64.
@@ -259,18 +259,20 @@ struct Backward {
   CF_DEVICE void drop(Products& dp) const {
     const Dropper dropper = dropper_of(p, visit().item, visit().head);
     const float kept_scale = dropout_scale<float>(p);
-    CF_UNROLL
-    for (int w = 0; w < kC; w += 4) {
+    dropper.for_alignment([&](auto aligned) {
       CF_UNROLL
-      for (int u = 0; u < kR; u += 2) {
-        const Words words = dropper.words_at<false>(row() + 8 * u, col() + 4 * w);
+      for (int w = 0; w < kC; w += 4) {
         CF_UNROLL
-        for (int n = 0; n < 8; ++n) {
-          float& x = dp[u + n / 4][w + n % 4];
-          x = dropper.drops(words, n / 4, n % 4) ? 0.0f : x * kept_scale;
+        for (int u = 0; u < kR; u += 2) {
+          const Words words = dropper.words_at<false>(row() + 8 * u, col() + 4 * w, aligned);
+          CF_UNROLL
+          for (int n = 0; n < 8; ++n) {
+            float& x = dp[u + n / 4][w + n % 4];
+            x = dropper.drops(words, n / 4, n % 4) ? 0.0f : x * kept_scale;
+          }
         }
       }
-    }
+    });
   }
 
   // The sums to the gradient, or to the partial sums of this run.
