@@ -235,13 +235,14 @@ def test_mma_of_doubles():
 
 def test_tall_mma_of_doubles():
     rng = np.random.default_rng(0)
-    a, b, d = rng.standard_normal((16, 4)), rng.standard_normal((4, 8)), rng.standard_normal((16, 8))
+    a, b, d = (rng.standard_normal(shape) for shape in ((16, 8), (8, 8), (16, 8)))
     text = (
         PRODUCTS.replace(
             "PRODUCT\n",
-            "double* e = static_cast<double*>(p.d) + 4 * l;"
-            "const double *a = reinterpret_cast<const double*>(p.a), *b = reinterpret_cast<const double*>(p.b);"
-            "mma_m16n8k4_f64(e[0], e[1], e[2], e[3], a[l], a[l + 32], b[l]);",
+            "double (&e)[4] = static_cast<double(*)[4]>(p.d)[l];"
+            "const double *a = reinterpret_cast<const double*>(p.a) + l / 4 * 8 + l % 4;"
+            "const double *b = reinterpret_cast<const double*>(p.b) + l / 4 * 8 + l % 4;"
+            "mma_m16n8k8_f64(e, a[0], a[64], a[4], a[68], b[0], b[4]);",
         )
         .replace("for (int n = 0; n < 4; ++n) a[n] = p.a[4 * l + n];", "")
         .replace("u32 a[4];", "")
@@ -406,7 +407,7 @@ extern "C" __global__ void toy(const Record p) {
 
 def test_tma_fills_up_with_zeros():
     x, y = np.arange(1, 5 * 64 + 1, dtype=np.uint16), np.zeros((8, 64), np.uint16)
-    run(TMA, shared=2048, writes=("y",), x=x, y=y, rows=5)
+    run(TMA, shared=3072, writes=("y",), x=x, y=y, rows=5)
     np.testing.assert_array_equal(y[:5].reshape(-1), x)
     assert not y[5:].any()
 
@@ -416,7 +417,7 @@ def test_tma_past_the_end_of_an_array_is_named():
     with pytest.raises(
         EmulationError, match="reads 2 bytes outside every array, 2 bytes beyond the end of x"
     ):
-        run(TMA, shared=2048, writes=("y",), x=x, y=y, rows=5)
+        run(TMA, shared=3072, writes=("y",), x=x, y=y, rows=5)
 
 
 def test_red_adds_every_threads_share():
