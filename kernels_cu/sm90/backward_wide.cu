@@ -29,6 +29,11 @@
 //   the consumers add                                    279 / 229       321 / 303       326 / 327
 //     and start the next product before                  334 / 262       432 / 386       452 / 446
 //     with two heads side by side under a causal mask        / 267           / 398           / 456
+//
+// In turn, next to one another (through the public call; cuDNN 304 / 249, 394 / 367 and 364 / 390):
+//
+//   the next product after the share                     203 / 142       296 / 278       336 / 324
+//   between its two parts                                263 / 187       345 / 288       359 / 330
 #include "sm90/backward_consumer.cuh"
 
 constexpr u32 kWeightsAt = kGradientAt + 2 * kGradientBytes, kDerivativesAt = kWeightsAt + kGradientBytes;
@@ -111,13 +116,13 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     wgmma_wait_group<0>();
     const u32 share = ring.number;
     ring.advance();
-    if (launch.queries == kInTurn) {
-      await_place(share), write_share<0>(dq, share), write_share<1>(dq, share);
-      give_share(share);
-    }
-    if (launch.queries == kInAnyOrder) await_half(), write_share<0>(dq, share);
+    if (launch.queries == kInTurn) await_place(share);
+    if (launch.queries == kInAnyOrder) await_half();
+    if (launch.queries != kNotWanted) write_share<0>(dq, share);
     start_next(ring.number != work().end);      // else of whatever lies there, for nobody
-    if (launch.queries == kInAnyOrder) write_share<1>(dq, share), add_half(share);
+    if (launch.queries != kNotWanted) write_share<1>(dq, share);
+    if (launch.queries == kInTurn) give_share(share);
+    if (launch.queries == kInAnyOrder) add_half(share);
     wgmma_wait_group<0>();
   }
 
