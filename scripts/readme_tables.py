@@ -146,7 +146,7 @@ def wide() -> str:
             for row in report["rows"]
         ]
     [run] = runs  # of one commit and date
-    note = f'{run}; arrays (4, 2048 / head dim, 4096, head dim); float32 with `precision="tf32x3"`.'
+    note = f"{run}; arrays (4, 2048 / head dim, 4096, head dim); float32 in its default precision, `tf32x3`."
     head = ["dtype", "pass", "head dim", "causal", "cupyflash", "PyTorch", "times as fast"]
     return note + "\n\n" + table(head, rows)
 
