@@ -313,10 +313,11 @@ def test_lengths_that_nobody_checked_are_clamped(machine, dtype):
     assert_same(*results)
 
 
-@pytest.mark.parametrize("end", [-(2**63), 2**63 - 1])
-def test_offsets_that_nobody_checked_are_clamped(machine, end):
+@pytest.mark.parametrize(("end", "window"), [(-(2**63), (3, None)), (2**63 - 1, (None, 3))])
+def test_offsets_that_nobody_checked_are_clamped(machine, end, window):
+    """So far out all keys are seen; a sum that overflowed would see none."""
     q, k, v = qkv(np, batch=2, m=9)
-    problem = problem_of(q, k, v, query_offset=[0, 1], window=(3, None))
+    problem = problem_of(q, k, v, query_offset=[0, 1], window=window)
     results = [
         forward(dataclasses.replace(problem, query_offset=np.array([1, offset])), machine=machine)
         for offset in (end, OFFSET_LIMIT if end > 0 else -OFFSET_LIMIT)
