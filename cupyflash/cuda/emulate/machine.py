@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...dispatch import OPTIONS
 from ...problem import Gradients, Problem
 from ...request import BackwardRequest
 from .. import tensormap
@@ -19,9 +20,7 @@ from .build import MODES, build, missing
 from .kernel import Function, Memory
 
 _MOST_ARRAYS = 256
-_BACKWARD_ALONE = ("dlse", "delta", "wrt", "grads_out", "accumulate")  # keywords that a forward does not take
-# Whose words all have a second implementation.
-_FAMILIES = ("simt", "sm80", "sm80_wide", "sm90", "sm90_wide", "prepost")
+_STATIC_BYTES = 1024  # of shared memory, for kernels of Hopper: kernels_cu/core/emulate/ptx_sm90.cuh
 # What kernels may write, by name; all those of a backward may write the same.
 _WRITTEN = {
     "forward": ("out", "lse", "partials"),
@@ -124,7 +123,7 @@ class Machine:
         **options: Any,
     ) -> Gradients:
         """Gradients of NumPy arrays; arguments as `cupyflash.attention_backward`."""
-        given = {name: options.pop(name) for name in _BACKWARD_ALONE if name in options}
+        given = {name: options.pop(name) for name in options.keys() - OPTIONS}
         problem = Problem.create(q, k, v, backend="cuda", **options)
         request = BackwardRequest.create(problem, dout, out, lse, **given)
         return backward(request, machine=self)
@@ -157,7 +156,7 @@ class Machine:
                 raise ValueError(
                     f"the kernel '{config}' needs {config.shared_bytes} bytes of shared memory of {limit}"
                 )
-            if config.family not in _FAMILIES or (config.family == "sm90" and config.kernel != "forward"):
+            if config.family == "sm90" and config.kernel != "forward":
                 raise ValueError(
                     f"the kernel '{config}' uses more of TMA than is emulated: below 9.0 it is not chosen"
                 )
@@ -170,7 +169,7 @@ class Machine:
                 seed=self.seed,
                 workers=self.workers,
                 flush_subnormals=config.score_bytes == 4,
-                static_bytes=1024 if config.family.startswith("sm90") else 0,
+                static_bytes=_STATIC_BYTES if config.family.startswith("sm90") else 0,
                 memory=lambda values: self._memory(values, written),
             )
         return _Loaded(self._functions[config])
