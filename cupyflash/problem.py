@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsInt
 
 import numpy as np
 
@@ -233,7 +233,7 @@ class Problem:
         offsets = kv_lengths - q_lengths if self.bottom_right else host(self.query_offset, 0)
         return q_lengths, kv_lengths, offsets
 
-    def visibility(self, q_length: int, kv_length: int, offset: int) -> Visibility:
+    def visibility(self, q_length: SupportsInt, kv_length: SupportsInt, offset: SupportsInt) -> Visibility:
         """Who sees whom in a batch item of these lengths and offset, as `host_lengths` gives them."""
         return Visibility(self.left, self.right, int(offset), int(q_length), int(kv_length))
 

@@ -87,8 +87,7 @@ def _masks(m: int, n: int, options: dict[str, Any]) -> tuple[np.ndarray, np.ndar
     problem = Problem.create(
         np.broadcast_to(x, (m, 1)), np.broadcast_to(x, (n, 1)), np.broadcast_to(x, (n, 1)), **options
     )
-    q_length, kv_length, offset = map(int, problem.host_lengths())
-    allowed = problem.visibility(q_length, kv_length, offset).allowed(range(m), range(n))
+    allowed = problem.visibility(*problem.host_lengths()).allowed(range(m), range(n))
     if not options.get("dropout_p"):
         return allowed, None
     kept = dropout_mask(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from typing import Any
 
 import numpy as np
 
+from ..arrays import score_dtype
 from . import backward_rows, sm80, sm80_wide, sm90_backward, sm90_wide_backward
 from .configs import Config, in_one_kernel, unordered
 from .params import ADDRESSES, Layout, build_record
@@ -47,7 +48,7 @@ class _Backward:
     ):
         self.family, self.cc, self.sizes, self.layouts = family, cc, sizes, layouts
         self.wrt, self.accumulate = wrt, accumulate
-        self.score_bytes = 8 if sizes.dtype == np.float64 else 4
+        self.score_bytes = score_dtype(sizes.dtype).itemsize
         self.launches: list[Launch] = []
         self.workspace: list[tuple[str, int]] = []
         self.workspace_bytes = 0
@@ -108,9 +109,8 @@ class _Backward:
 
     def _delta(self) -> None:
         config = self._config("delta")
-        record = self._record(
-            (*_LENGTHS, "out", "dout", "dlse", "delta", *(["dq"] if "q" in self.wrt else ()))
-        )
+        dq = ("dq",) if "q" in self.wrt else ()
+        record = self._record((*_LENGTHS, "out", "dout", "dlse", "delta", *dq))
         self._add(config, ceil(self.sizes.rows, config.threads // 32), record)
 
     def _all_in_turns(self) -> None:
@@ -182,7 +182,7 @@ class _Backward:
             axis < missing or (shape[axis - missing] == 1 < size) for axis, size in enumerate(self.sizes.lead)
         ]
 
-    def _queries(self, wanted: Collection[str]) -> None:
+    def _queries(self, wanted: Set[str]) -> None:
         if not wanted:
             return
         config = self._config("backward_q")
@@ -192,15 +192,13 @@ class _Backward:
         self._add(config, grid, record, {"dq"}.difference(owned))
 
     def _bias(self) -> None:
-        if not math.prod(self.layouts["dbias"].shape):
+        if not (elements := math.prod(self.layouts["dbias"].shape)):
             return
         config = self._config("backward_bias")
         names, s = (*_SCORES, "dout", "dbias"), self.sizes
         record = self._record(names, owner="dbias")
-        row_tiles, col_tiles = (
-            ceil(s.seqlen_q, config.geometry.block_q),
-            ceil(s.seqlen_k, config.geometry.block_kv),
-        )
+        row_tiles = ceil(s.seqlen_q, config.geometry.block_q)
+        col_tiles = ceil(s.seqlen_k, config.geometry.block_kv)
         tiles = (row_tiles if record["own_rows"] else 1) * (col_tiles if record["own_cols"] else 1)
         heads = s.heads_q if record["own_heads"] else 1
         owners = _own(record) * heads * tiles
@@ -208,7 +206,6 @@ class _Backward:
         walked = math.prod(record["loop"].tolist()) * (s.heads_q // heads) * (row_tiles * col_tiles // tiles)
         splits = max(1, min(walked, ceil(BIAS_BLOCKS, tiles)))
         if splits > 1:
-            elements = math.prod(self.layouts["dbias"].shape)
             self._reserve("partials", splits * elements)
             record = self._record(names, owner="dbias", splits=splits)
         together = OWNERS_TOGETHER if splits == 1 and config.family != "simt" else 1
@@ -273,10 +270,10 @@ class _BackwardOnPlanes(_Backward):
             self.family = "sm80_wide"
         return super().recipe()
 
-    def _queries(self, wanted: Collection[str]) -> None:
-        super()._queries({"q"} & set(wanted))
+    def _queries(self, wanted: Set[str]) -> None:
+        super()._queries({"q"} & wanted)
         own, self.family = self.family, "sm80_wide"
-        super()._queries({"slopes"} & set(wanted))
+        super()._queries({"slopes"} & wanted)
         self.family = own
 
     def _delta(self) -> None:

@@ -122,7 +122,7 @@ def _configs(
     """The distinct kernels of a call."""
     described = {name: stand_in(x) for name, x in options.items()} | {"backend": "cuda"}
     problem = Problem.create(stand_in(q), stand_in(k), stand_in(v), **described)
-    recipe = planned(problem, backward, family, arch)[0]
+    recipe = planned(problem, backward, family, arch).recipe
     return list(dict.fromkeys(launch.config for launch in recipe.launches))
 
 
