@@ -282,7 +282,7 @@ TABLE |= {
     )
     for (kernel, score_bytes, options), rows in list(TABLE.items())
     if kernel in ("forward", "backward") and not any(options[:2])
-    for cc in (80, 86, 87, 89, 100, 120)
+    for cc in ((80, 86, 87, 89, 100, 120) if kernel == "forward" else (100,))
 }
 # On these a multiprocessor holds one block of the bias gradient's first row: a larger one serves it better.
 TABLE |= {

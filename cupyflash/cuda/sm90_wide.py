@@ -46,8 +46,7 @@ class Geometry(NamedTuple):
             "kSlots": self.slots,
             "kHeadDim": self.head_dim,
             "kHeadDimV": self.head_dim_v,
-            "kPingPong": False,  # what sm90's headers ask of a kernel: consumers walk alike,
-            "kOptimistic": False,  # and have steps of their own for tiles that all see
+            "kPingPong": False,  # what sm90's headers ask of a kernel: consumers walk alike
             "kProducerRegisters": self.producer_registers,
             "kConsumerRegisters": self.consumer_registers,
         }
