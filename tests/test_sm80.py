@@ -11,7 +11,7 @@ from emulated import needs_compiler, vjp_on
 from support import BFLOAT16, assert_same, check, normal, qkv
 
 import cupyflash
-from cupyflash.cuda import configs, families, sm80
+from cupyflash.cuda import configs, families, sm80_runs
 from cupyflash.cuda.emulate import Machine
 from cupyflash.cuda.recipe import Sizes
 from cupyflash.problem import Problem
@@ -47,7 +47,7 @@ def test_the_family_takes_every_option_and_every_pair_of_them(pair, dim, backwar
 def test_keys_are_cut_by_the_lengths_alone(m, n, runs):
     for batch, heads in ((1, 1), (7, 3)):
         q, k, v = (np.broadcast_to(BFLOAT16.type(0), (batch, heads, rows, 128)) for rows in (m, n, n))
-        assert sm80.runs_of_keys(Sizes.of(Problem.create(q, k, v))) == runs
+        assert sm80_runs.runs_of_keys(Sizes.of(Problem.create(q, k, v))) == runs
 
 
 def test_head_dims_up_to_64_share_a_kernel():

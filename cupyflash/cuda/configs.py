@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import simt, sm80, sm80_wide, sm90, sm90_backward, sm90_wide, sm90_wide_backward, source
+from . import simt, sm80, sm80_runs, sm80_wide, sm90, sm90_backward, sm90_wide, sm90_wide_backward, source
 from .families import FAMILIES, family_of
 
 Geometry = (
@@ -218,7 +218,7 @@ def in_runs(config: Config) -> Config:
     """The form of a forward whose keys are cut into runs."""
     if not isinstance(config.geometry, sm80.Geometry) or config.kernel != "forward":
         return config
-    return replace(config, geometry=sm80.cut(config.geometry))
+    return replace(config, geometry=sm80_runs.cut(config.geometry))
 
 
 def unordered(config: Config) -> Config:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .device import too_old_for_suffixes
 from .params import LEAD_AXES
-from .sm80 import runs_of_keys
+from .sm80_runs import runs_of_keys
 
 if TYPE_CHECKING:
     from ..problem import Problem

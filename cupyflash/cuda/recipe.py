@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from . import sm80, sm90_backward, sm90_wide_backward
+from . import sm80_runs, sm90_backward, sm90_wide_backward
 from .configs import Config, choose, in_runs
 from .params import Layout, build_record
 from .simt import ceil
@@ -103,7 +103,7 @@ def forward_recipe(family: str, cc: int, sizes: Sizes, layouts: Layouts) -> Reci
     config = config_of(family, "forward", cc, sizes)
     if family == "sm90_wide":
         return _forward_on_planes(config, cc, sizes, dict(layouts))
-    if family == "sm80" and sizes.rows and (runs := sm80.runs_of_keys(sizes)) > 1:
+    if family == "sm80" and sizes.rows and (runs := sm80_runs.runs_of_keys(sizes)) > 1:
         return _forward_in_runs(config, cc, runs, sizes, layouts)
     grid = config.geometry.blocks("forward", sizes, sizes.batch)
     record = build_record(sizes, dict(layouts))
@@ -126,11 +126,11 @@ def _forward_on_planes(config: Any, cc: int, sizes: Sizes, layouts: dict[str, La
 
 
 def _forward_in_runs(config: Any, cc: int, runs: int, sizes: Sizes, layouts: Layouts) -> Recipe:
-    decode = sm80.is_decode(sizes)
+    decode = sm80_runs.is_decode(sizes)
     form: Any = config_of(config.family, "decode", cc, sizes) if decode else in_runs(config)
     after = config_of(config.family, "combine", cc, sizes)
     record = build_record(sizes, dict(layouts), splits=runs).tobytes()
-    slices = sizes.heads_q * sizes.seqlen_q * max(1, ceil(sizes.head_dim_v, sm80.COMBINED_COLS))
+    slices = sizes.heads_q * sizes.seqlen_q * max(1, ceil(sizes.head_dim_v, sm80_runs.COMBINED_COLS))
     launches = (
         Launch(form, form.geometry.blocks(form.kernel, sizes, sizes.batch) * runs, record),
         Launch(after, sizes.batch * ceil(slices, after.threads // 32), record),

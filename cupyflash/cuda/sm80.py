@@ -20,7 +20,6 @@ BIAS_PLAN_BYTES = 1024
 SMALL_HEAD_DIM = 64
 PAIRED_COLS = 128  # of two warps that part columns by panels
 HELD_BYTES = 2**25
-HALF_SHARED = 113 * 1024  # shared memory of a block of which a multiprocessor with 227 KiB holds two
 
 
 class Geometry(NamedTuple):
@@ -157,6 +156,14 @@ def _row(threads: int, occupancy: int, block_q: int, block_kv: int, step: int, b
 # By kernel and options that a row is for (none; dropout alone; any): the best first within a bucket of head dims. The
 # options take registers, so their steps are shorter.
 PLAIN, DROPOUT, ANY = "plain", "dropout", "any"
+_BACKWARD = (
+    _row(256, 1, 128, 128, 64, 64),
+    _row(256, 1, 64, 128, 64, 64),
+    _row(256, 1, 64, 64, 32, 64),
+    _row(256, 1, 64, 128, 64, 128),
+    _row(256, 1, 64, 64, 32, 128),
+    _row(256, 1, 64, 64, 64, 256),
+)
 _ROWS = {
     ("forward", PLAIN): (
         _row(128, 2, 128, 128, 64, 64)._replace(held=True),
@@ -195,22 +202,8 @@ _ROWS = {
         _row(64, 2, 16, 32, 16, 256)._replace(stages=3),
         _row(64, 1, 16, 32, 16, 256)._replace(stages=2),
     ),
-    ("backward", PLAIN): (
-        _row(256, 1, 128, 128, 64, 64),
-        _row(256, 1, 64, 128, 64, 64),
-        _row(256, 1, 64, 64, 32, 64),
-        _row(256, 1, 64, 128, 64, 128),
-        _row(256, 1, 64, 64, 32, 128),
-        _row(256, 1, 64, 64, 64, 256),
-    ),
-    ("backward", DROPOUT): (
-        _row(256, 1, 128, 128, 64, 64),
-        _row(256, 1, 64, 128, 64, 64),
-        _row(256, 1, 64, 64, 32, 64),
-        _row(256, 1, 64, 128, 64, 128),
-        _row(256, 1, 64, 64, 32, 128),
-        _row(256, 1, 64, 64, 64, 256),
-    ),
+    ("backward", PLAIN): _BACKWARD,
+    ("backward", DROPOUT): _BACKWARD,
     ("backward", ANY): (
         _row(256, 1, 64, 128, 32, 64),
         _row(256, 1, 64, 64, 16, 64),
@@ -300,40 +293,6 @@ def heads_together(sizes: Sizes) -> int:
     return max(1, HELD_BYTES // bytes_each)
 
 
-MOST_DECODE_ROWS = 32
-MOST_RUNS = 64
-COMBINED_COLS = 32  # of a warp that joins runs
-KEYS_A_RUN, MANY_RUNS = 512, 8  # twice as many keys where they make so many runs
-KEYS_A_QUERY = 8  # with fewer keys for each query there are query tiles enough
-
-
-def runs_of_keys(sizes: Any) -> int:
-    """Into how many runs a forward cuts its keys: a function of the lengths alone, so that bits do not vary."""
-    m, n = sizes.seqlen_q, sizes.seqlen_k
-    runs = min(ceil(n, KEYS_A_RUN), max(MANY_RUNS, ceil(n, 2 * KEYS_A_RUN)))
-    return max(1, min(runs, MOST_RUNS, n // (KEYS_A_QUERY * max(m, 1))))
-
-
-def cut(geometry: Geometry) -> Geometry:
-    """A forward's row for few queries and keys in runs."""
-    wide = max(geometry.head_dim, geometry.head_dim_v) > 128
-    block_kv = min(geometry.block_kv, 32 if wide else 64)
-    small = geometry._replace(
-        threads=128,
-        block_q=64,
-        block_kv=block_kv,
-        step=min(geometry.step, block_kv),
-        paired=False,
-        split=True,
-    )
-    return small._replace(occupancy=2 if small.shared_bytes("forward", 4) <= HALF_SHARED else 1)
-
-
 def rows_of_a_group(sizes: Sizes) -> int:
     """Queries of all heads that share keys."""
     return sizes.heads_q // sizes.heads_kv * sizes.seqlen_q
-
-
-def is_decode(sizes: Sizes) -> bool:
-    """Whether the queries that share keys are so few that the time goes to reading the keys."""
-    return sizes.seqlen_q == 1 or rows_of_a_group(sizes) <= MOST_DECODE_ROWS
