@@ -89,8 +89,8 @@ def attention(
         an integer array on the host that broadcasts to (..., heads_q).
     precision : {"ieee", "tf32x3", "tf32"}, optional
         For float32: FMA; three TF32 products (six of bfloat16 on Hopper, from 256 queries on), whose error is about
-        that of FMA; one TF32 product. Default: "tf32x3" on tensor cores (compute
-        capability 8.0 and newer, head dims up to 128), else "ieee". The CPU takes all and computes "ieee".
+        that of FMA; one TF32 product. Default: "tf32x3" on tensor cores (compute capability 8.0 and newer, head dims
+        up to 128), else "ieee". The CPU takes all and computes "ieee".
     deterministic : bool
         The same bits from run to run (default). False allows faster unordered sums.
     return_lse : bool
