@@ -31,7 +31,6 @@ class Geometry(NamedTuple):
     block_kv: int
     stages: int  # of the pipelines of keys and of values
     ping_pong: bool  # consumers start products in turns
-    optimistic: bool  # steps without a maximum
     q_stages: int  # query tiles in shared memory
     out_panels: int  # of 64 columns that results take at a time on their way out
     producer_registers: int
@@ -41,8 +40,7 @@ class Geometry(NamedTuple):
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"/{self.head_dim_v}")
         words = [dims, f"q{self.block_q}", f"kv{self.block_kv}", f"s{self.stages}"]
-        flags = {"pp": self.ping_pong, "opt": self.optimistic}
-        return " ".join(words + [word for word, on in flags.items() if on])
+        return " ".join(words + ["pp"] * self.ping_pong)
 
     @property
     def threads(self) -> int:
@@ -59,7 +57,6 @@ class Geometry(NamedTuple):
             "kHeadDim": self.head_dim,
             "kHeadDimV": self.head_dim_v,
             "kPingPong": self.ping_pong,
-            "kOptimistic": self.optimistic,
             "kQStages": self.q_stages,
             "kOutPanels": self.out_panels,
             "kProducerRegisters": self.producer_registers,
@@ -120,7 +117,6 @@ def _row(
     block_kv: int,
     *,
     ping_pong: bool = True,
-    optimistic: bool = True,
     q_stages: int = 2,
     out_panels: int = 0,
     stages: int = 2,
@@ -134,7 +130,6 @@ def _row(
         block_kv,
         stages,
         ping_pong,
-        optimistic,
         q_stages,
         out_panels,
         *registers,

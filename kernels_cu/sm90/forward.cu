@@ -17,8 +17,8 @@
 // the key tiles that only others see. kPingPong hands the right to start products round (named barriers 1, 2, ...), so
 // that softmaxes and products alternate between two consumers; more of them do without, and all walk alike with it.
 //
-// A careful step looks for the maximum; an optimistic or steady one (kOptimistic) does not. Where that fails a warp
-// forms its scores again, by mma.sync, for wgmma wants all four warps. So each warp frees its keys.
+// A careful step looks for the maximum; an optimistic or steady one does not. Where that fails a warp forms its scores
+// again, by mma.sync, for wgmma wants all four warps. So each warp frees its keys.
 //
 // What the steps give: speed over the better of cuDNN 9.19 and FlashAttention-3 in the same run, bfloat16, H200,
 // 2026-11-29. First head dim 128 and 16384 keys, full / causal, all but the last row on a prototype:

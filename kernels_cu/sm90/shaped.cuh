@@ -56,7 +56,6 @@ struct ShapedSteps : Warpgroup {
 
   // Whether the references serve for key tile n, which all rows see: with ALiBi, where it lies on one side of them.
   CF_DEVICE bool is_steady(const Work& work) const {
-    if (!kOptimistic) return false;
     if (kMaskOrBias && !(launch.scale > 0.0f && (!has_bias(p) || bias_comes(p, work.addends)))) return false;
     return !sloped() || (absolute(work.terms.slope) <= kSteep && (is_behind(work) || is_ahead(work)));
   }
