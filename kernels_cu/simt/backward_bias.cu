@@ -73,7 +73,7 @@ CF_DEVICE void add_tile(Tile::Scores& sum, SharedStorage& smem, const Params& p,
     const Score delta = smem.delta[lane_y() + q * kLanesY];
     CF_UNROLL
     for (int k = 0; k < kK; ++k) {
-      const bool keep = !kDropout || (kept >> (q * kK + k) & 1);
+      const bool keep = Tile::keeps(kept, q, k);
       sum[q][k] += gradient_of(weights[q][k], keep ? scale * dp[q][k] : Score(0), delta);
     }
   }

@@ -107,7 +107,7 @@ CF_DEVICE void weigh(Tile::Scores& s, SharedStorage& smem, i32 row, Tile::Bits k
     CF_UNROLL
     for (int k = 0; k < kK; ++k) {
       s[q][k] = weight_of(s[q][k], lse);
-      const bool keep = !kDropout || (kept >> (q * kK + k) & 1);
+      const bool keep = Tile::keeps(kept, q, k);
       smem.turned[Tile::place(q, k)] = keep ? s[q][k] : Score(0);
       if constexpr (kSoftcapOrAlibi) s[q][k] *= derivative[k];
     }
@@ -122,7 +122,7 @@ CF_DEVICE void differentiate(const Tile::Scores& dp, SharedStorage& smem, const 
     const Score delta = smem.delta[lane_x() + q * kLanesX];
     CF_UNROLL
     for (int k = 0; k < kK; ++k) {
-      const bool keep = !kDropout || (kept >> (q * kK + k) & 1);
+      const bool keep = Tile::keeps(kept, q, k);
       Score& place = smem.turned[Tile::place(q, k)];
       place = gradient_of(place, keep ? scale * dp[q][k] : Score(0), delta);
     }

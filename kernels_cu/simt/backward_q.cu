@@ -117,7 +117,7 @@ CF_DEVICE void store_ds(const Tile::Scores& weights, const Tile::Scores& dp, Sha
     const Score delta = smem.delta[lane_y() + q * kLanesY];
     CF_UNROLL
     for (int k = 0; k < kK; ++k) {
-      const bool keep = !kDropout || (kept >> (q * kK + k) & 1);
+      const bool keep = Tile::keeps(kept, q, k);
       Score ds = gradient_of(weights[q][k], keep ? scale * dp[q][k] : Score(0), delta);
       if constexpr (kSoftcapOrAlibi) {
         const i64 ahead = work.first + work.sight.offset - col;

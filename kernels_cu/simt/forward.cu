@@ -73,7 +73,7 @@ CF_DEVICE void store_weights(const Tile::Scores& weights, SharedStorage& smem, i
   for (int q = 0; q < kQ; ++q) {
     CF_UNROLL
     for (int k = 0; k < kK; ++k) {
-      const bool keep = !kDropout || (kept >> (q * kK + k) & 1);
+      const bool keep = Tile::keeps(kept, q, k);
       smem.weights[Tile::place(q, k)] = keep ? weights[q][k] : Score(0);
     }
   }

@@ -96,4 +96,5 @@ template <bool kQueriesOnY> struct ScoreTile {
     }
     return bits;
   }
+  static CF_DEVICE bool keeps(Bits kept, int q, int k) { return !kDropout || (kept >> (q * kK + k) & 1); }
 };
