@@ -135,8 +135,6 @@ CF_DEVICE float rcp_approx_ftz(float x) {
 // The larger halves, as unsigned numbers; and max(min(a + b, c), 0) of signed halves.
 CF_DEVICE u32 max_u16x2(u32 a, u32 b) { return __vmaxu2(a, b); }
 CF_DEVICE u32 add_min_relu_s16x2(u32 a, u32 b, u32 c) { return __viaddmin_s16x2_relu(a, b, c); }
-// Byte n of the result is byte `how >> 4 n & 7` of x (0 to 3) and y (4 to 7).
-CF_DEVICE u32 byte_perm(u32 x, u32 y, u32 how) { return __byte_perm(x, y, how); }
 
 CF_DEVICE void st_shared_f32x4(u32 to, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");

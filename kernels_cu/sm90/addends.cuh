@@ -106,13 +106,13 @@ CF_DEVICE u32 nibbles_of(const u32 (&bytes)[4]) {
     const u32 z = signs_of_bytes(bytes[n]) >> 7 | signs_of_bytes(bytes[n + 2]) >> 5;     // bits 0, 8, .. and 2, 10, ..
     two[n] = (z | z >> 7) & 0x000f000fu;
   }
-  return byte_perm(two[0], two[1], 0x6420);
+  return prmt(two[0], two[1], 0x6420);
 }
 
 // Byte i of lane j of four becomes byte j of lane i.
 CF_DEVICE u32 transpose_of_four(u32 x, i32 lane) {
-  x = byte_perm(x, shuffle_xor(x, 1), lane % 2 == 0 ? 0x6240 : 0x3715);
-  return byte_perm(x, shuffle_xor(x, 2), lane / 2 % 2 == 0 ? 0x5410 : 0x3276);
+  x = prmt(x, shuffle_xor(x, 1), lane % 2 == 0 ? 0x6240 : 0x3715);
+  return prmt(x, shuffle_xor(x, 2), lane / 2 % 2 == 0 ? 0x5410 : 0x3276);
 }
 
 // row: of this thread's entry 0.

@@ -206,10 +206,5 @@ CF_DEVICE u32 add_min_relu_s16x2(u32 a, u32 b, u32 c) {
   const auto half = [](u16 a, u16 b, u16 c) { return u32(u16(larger(smaller(i32(i16(a + b)), i32(i16(c))), 0))); };
   return half(a >> 16, b >> 16, c >> 16) << 16 | half(a, b, c);
 }
-CF_DEVICE u32 byte_perm(u32 x, u32 y, u32 how) {
-  u32 r = 0;
-  for (int n = 0; n < 4; ++n) r |= (u32((u64(y) << 32 | x) >> (how >> 4 * n & 7) * 8) & 0xff) << 8 * n;
-  return r;
-}
 
 #undef CF_HERE
