@@ -23,13 +23,10 @@ struct VisitPlace {
     const Interval some = sight.keys_of_some(row, row + kBlockQ);
     return some.start < some.stop && some.start < col + kBlockKV && col < some.stop;
   }
-
-  // What a Visit::Place may keep besides, of an item and a head, and of the next head.
-  CF_DEVICE void find(const Params&) {}
-  CF_DEVICE void find_next(const Params&) {}
 };
 
-// A Visit is a Visit::Place and what begin(p, place) adds. Tiles that see nothing are not visited.
+// A Visit is a Visit::Place and what begin(p, place) adds. A Visit::Place is a VisitPlace and what find(p) keeps of an
+// item and a head, find_next(p) of the next head. Tiles that see nothing are not visited.
 template <class Visit> struct Plan {
   u32 first, stop;         // the block's owners
   u32 own, loop;
