@@ -105,14 +105,14 @@ struct Forward : Copies {
 
   // s becomes weights; the products of the next step, if there is one, go to `next`. False: the warp must do it again.
   template <bool kNext> CF_DEVICE bool optimistic(Scores& s, Scores& next, i32 col) {
-    constexpr int kParts = kNext ? kHeadDim / 16 : 1, kQuads = kR * kC / 4;
+    constexpr int kShares = kNext ? kHeadDim / 16 : 1, kQuads = kR * kC / 4;
     float reference[kR], sum[kR];
     Words words[kR / 2];
     CF_UNROLL
     for (int u = 0; u < kR; ++u) reference[u] = weights.negative_reference(u), sum[u] = 0.0f;
-    const auto part = [&](int n, auto... aligned) {
+    const auto share = [&](int n, auto... aligned) {
       CF_UNROLL
-      for (int quad = n * kQuads / kParts; quad < (n + 1) * kQuads / kParts; ++quad) {
+      for (int quad = n * kQuads / kShares; quad < (n + 1) * kQuads / kShares; ++quad) {
         const int u = quad / 2 % (kR / 2) * 2, h = quad % 2, w = quad / kR * 4;
         CF_UNROLL
         for (int x = w; x < w + 4; ++x) {
@@ -122,9 +122,9 @@ struct Forward : Copies {
         if constexpr (sizeof...(aligned) > 0) drop(s, words[u / 2], u, h, w, col, aligned...);
       }
     };
-    if constexpr (kNext) multiply_scores(next, col + kStep, part);
-    else if constexpr (kDropout) dropper.for_alignment([&](auto aligned) { part(0, aligned); });
-    else part(0);
+    if constexpr (kNext) multiply_scores(next, col + kStep, share);
+    else if constexpr (kDropout) dropper.for_alignment([&](auto aligned) { share(0, aligned); });
+    else share(0);
     float all = sum[0];
     CF_UNROLL
     for (int u = 1; u < kR; ++u) all += sum[u];

@@ -34,14 +34,18 @@ template <int kRows> struct Weights : OnlineSoftmax<float, kRows, QuadLanes> {
     return absolute(m_log2) < kLargestReference ? -m_log2 : float_of(0x7fc00000u);
   }
 
+  template <int kCols> static CF_DEVICE float top_of(const float (&row)[kCols]) {
+    float top = row[0];
+    CF_UNROLL
+    for (int w = 1; w < kCols; ++w) top = maximum(top, row[w]);
+    return QuadLanes::max(top);
+  }
+
   // Rows' maxima take in those of s, whose weights another warp will sum up; `rescale` as in `update`.
   template <int kCols> CF_DEVICE void raise(const float (&s)[kRows][kCols], float (&rescale)[kRows]) {
     CF_UNROLL
     for (int u = 0; u < kRows; ++u) {
-      float top = s[u][0];
-      CF_UNROLL
-      for (int w = 1; w < kCols; ++w) top = maximum(top, s[u][w]);
-      const float new_m = maximum(this->m[u], QuadLanes::max(top));
+      const float new_m = maximum(this->m[u], top_of(s[u]));
       rescale[u] = exponential(this->m[u] - reference_of(new_m));
       this->m[u] = new_m;
       this->l[u] *= rescale[u];
@@ -52,10 +56,7 @@ template <int kRows> struct Weights : OnlineSoftmax<float, kRows, QuadLanes> {
   template <int kCols> CF_DEVICE void begin(const float (&s)[kRows][kCols], float factor) {
     CF_UNROLL
     for (int u = 0; u < kRows; ++u) {
-      float top = s[u][0];
-      CF_UNROLL
-      for (int w = 1; w < kCols; ++w) top = maximum(top, s[u][w]);
-      top = QuadLanes::max(top);
+      const float top = top_of(s[u]);
       this->m[u] = maximum(this->m[u], top == -Limits<float>::infinity() ? top : times(top, factor));
     }
   }
