@@ -20,9 +20,9 @@
 //   without dq                                                                           541 /
 //   (cuDNN 9.19 beside the second row                    305 / 258       408 / 374       368 / 415)
 //
-// Runs differ: in another the second row had 356 in its 16384 without a mask (cuDNN 376). Why is not known.
+// Runs differ, for a reason not found: in another the second row had 356 at 16384 without a mask (cuDNN 376).
 //
-// In any order, a day later (cuDNN 297 / 258, 408 / 375 and 369 / 413): the herald's 64 KB keep the place for most of a tile,
+// In any order, 2026-11-30 (cuDNN 297 / 258, 408 / 375 and 369 / 413): the herald's 64 KB keep the place for most of a tile,
 // so each consumer adds its half, and the next tile's first product starts between the two parts that it writes it in.
 //
 //   the herald adds                                      319 / 257       391 / 370       411 / 412

@@ -95,7 +95,8 @@ struct Producer {
 
 // ---- a gradient whose argument was broadcast over leading axes: a block walks all the items that shared it
 
-CF_DEVICE void meet() { block_barrier(); }       // all threads
+// All threads, who come from different places in the code: the emulation wants them to meet at one.
+CF_DEVICE void meet() { block_barrier(); }
 
 // Consumers: the work on the item before is done; that on the next has been prepared by the thread that loads.
 CF_DEVICE void next_item() {
