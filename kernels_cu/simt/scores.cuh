@@ -15,7 +15,7 @@ template <> struct BitsOf<true> { using Type = u64; };
 template <bool kQueriesOnY> struct ScoreTile {
   static constexpr i32 kQueryLanes = kQueriesOnY ? kLanesY : kLanesX, kKeyLanes = kQueriesOnY ? kLanesX : kLanesY;
   static constexpr i32 kQ = kBlockQ / kQueryLanes, kK = kBlockKV / kKeyLanes;     // queries and keys of a thread
-  static constexpr i32 kX = kQueriesOnY ? kK : kQ, kY = kQueriesOnY ? kQ : kK;
+  static constexpr i32 kX = kQueriesOnY ? kK : kQ;
   static constexpr i32 kStep = kLanesX * kX + kVec;                               // scores a y slot in shared memory
   static_assert(kBlockQ % (2 * kQueryLanes) == 0 && kBlockKV % (4 * kKeyLanes) == 0, "threads hold whole dropout groups");
   static_assert(kQ * kK <= 64, "one bit each");

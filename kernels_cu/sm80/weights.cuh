@@ -26,8 +26,6 @@ struct QuadLanes {
 constexpr float kLargestSum = 32768.0f, kLargestReference = 32768.0f;
 
 template <int kRows> struct Weights : OnlineSoftmax<float, kRows, QuadLanes> {
-  using Exact = OnlineSoftmax<float, kRows, QuadLanes>;
-
   // -m in base 2, NaN where the optimistic step cannot be taken.
   CF_DEVICE float negative_reference(int u) const {
     const float m_log2 = this->m[u] * kLog2e;
