@@ -13,11 +13,11 @@ from .cost import Plan
 from .problem import Gradients, Problem
 from .request import BackwardRequest, wanted_gradients
 
-OPTIONS = frozenset(
-    name
+OPTIONS = {
+    name: parameter.default
     for name, parameter in inspect.signature(Problem.create).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-)
+}
 
 
 def _cuda() -> ModuleType:
@@ -40,13 +40,13 @@ def attention(
     """`cupyflash.attention`."""
     key = None
     if out is None and workspace is None and is_device(q):
-        key, result = _cuda().recall(q, k, v, options, return_lse)
+        key, result = _cuda().recall((q, k, v), options, (return_lse,))
         if result is not None:
             return result
     problem = Problem.create(q, k, v, **options)
     result = _forward(problem, return_lse, out, workspace)[0]
     if key is not None:
-        _cuda().keep(key, problem, return_lse)
+        _cuda().keep_forward(key, problem, return_lse)
     return result
 
 
@@ -54,14 +54,25 @@ def attention_vjp(
     q: Any, k: Any, v: Any, options: dict[str, Any], *, wrt: Any, return_lse: bool, out: Any, workspace: Any
 ) -> tuple[Any, Callable[..., Gradients]]:
     """`cupyflash.attention_vjp`."""
-    problem = Problem.create(q, k, v, **options)
-    names = wanted_gradients(problem, wrt)
-    result, full, lse = _forward(problem, return_lse, out, workspace, need_lse=True)
-    if problem.squeeze:
-        full, lse = full[0], lse[0]
+    options, wrt = OPTIONS | options, tuple(wrt) if isinstance(wrt, list) else wrt
+    key = results = problem = None
+    if out is None and workspace is None and is_device(q):
+        key, results = _cuda().recall((q, k, v), options, (wrt, return_lse))
+    if results is not None:
+        full, lse = results
+        result = results if return_lse else full
+    else:
+        problem = Problem.create(q, k, v, **options)
+        wrt = wanted_gradients(problem, wrt)
+        result, full, lse = _forward(problem, return_lse, out, workspace, need_lse=True)
+        if problem.squeeze:
+            full, lse = full[0], lse[0]
+        if key is not None:
+            _cuda().keep_forward(key, problem, True)
 
     def vjp(dout: Any, dlse: Any = None) -> Gradients:
-        return _backward(BackwardRequest.create(problem, dout, full, lse, dlse=dlse, wrt=names), None)
+        request = {"dlse": dlse, "delta": None, "wrt": wrt, "grads_out": None, "accumulate": False}
+        return _backward((dout, q, k, v, full, lse), options, request, problem=problem)
 
     return result, vjp
 
@@ -79,8 +90,9 @@ def attention_backward(
     workspace: Any,
 ) -> Gradients:
     """`cupyflash.attention_backward`."""
-    problem = Problem.create(q, k, v, **options)
-    return _backward(BackwardRequest.create(problem, dout, out, lse, **request), workspace)
+    if isinstance(request["wrt"], list):
+        request["wrt"] = tuple(request["wrt"])
+    return _backward((dout, q, k, v, out, lse), OPTIONS | options, request, workspace=workspace)
 
 
 def plan(
@@ -129,8 +141,28 @@ def _given_outputs(problem: Problem, out: Any, return_lse: bool) -> tuple[Any, A
     return target, lse
 
 
-def _backward(request: BackwardRequest, workspace: Any) -> Gradients:
-    if request.problem.backend == "cpu":
-        return cpu.backward(request)
-    way = _cuda() if is_device(request.problem.q) else _cuda().transfer
-    return way.backward(request, workspace=workspace)
+def _backward(
+    arrays: tuple[Any, ...],
+    options: dict[str, Any],
+    request: dict[str, Any],
+    *,
+    problem: Problem | None = None,
+    workspace: Any = None,
+) -> Gradients:
+    """The gradients; ``problem`` is that of the operands and the options if it is there already."""
+    dout, q, k, v, out, lse = arrays
+    key = None
+    if workspace is None and request["grads_out"] is None and is_device(q):
+        read = (q, k, v, out, lse, dout, request["dlse"], request["delta"])
+        key, result = _cuda().recall(read, options, (request["wrt"], request["accumulate"]))
+        if result is not None:
+            return result
+    problem = problem or Problem.create(q, k, v, **options)
+    checked = BackwardRequest.create(problem, dout, out, lse, **request)
+    if problem.backend == "cpu":
+        return cpu.backward(checked)
+    way = _cuda() if is_device(problem.q) else _cuda().transfer
+    result = way.backward(checked, workspace=workspace)
+    if key is not None:
+        _cuda().keep_backward(key, checked)
+    return result

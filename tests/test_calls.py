@@ -15,14 +15,6 @@ from cupyflash.cuda.params import ADDRESSES
 from cupyflash.dispatch import OPTIONS
 from cupyflash.problem import Problem
 
-DEFAULTS = dict.fromkeys(OPTIONS) | {
-    "causal": False,
-    "dropout_p": 0.0,
-    "dropout_offset": 0,
-    "dropout_origin": (0, 0, 0),
-    "deterministic": True,
-}
-
 
 class Array:
     """What the memo asks of a CuPy array."""
@@ -39,7 +31,7 @@ def key_of(monkeypatch):
     arrays = [Array(x) for x in qkv(np)]
 
     def key_of(**options):
-        return calls.recall(*arrays, DEFAULTS | options, False)[0]
+        return calls.recall(arrays, OPTIONS | options, (False,))[0]
 
     return key_of
 

@@ -288,6 +288,44 @@ def test_repeated_calls_of_many_forms_keep_their_own_meaning(cupy):
     assert len({x.tobytes() for x in first.values()}) == len(first) - 1
 
 
+def test_repeated_backwards_of_many_forms_keep_their_own_meaning(cupy):
+    """The same of gradients, with the forward of a vjp and without, and of which are wanted."""
+    q, k, v = qkv(cupy, batch=2, heads=2, m=33, d=16)
+    given = {name: make(cupy, q, k, v) for name, make in VARIANTS.items()}
+    wanted = (None, "v", ["k", "q"])
+
+    def results(arrays, options):
+        for wrt in wanted:
+            out, vjp = cupyflash.attention_vjp(*arrays, wrt=wrt, **options)
+            yield out, vjp(arrays[0])
+        _, lse = cupyflash.attention(*arrays, return_lse=True, **options)
+        yield cupyflash.attention_backward(arrays[0], *arrays, out, lse, dlse=lse, **options)
+
+    calls.clear()
+    first = {name: host(tuple(results(*call))) for name, call in given.items()}
+    for _ in range(2):
+        for name, call in reversed(given.items()):
+            assert_same(host(tuple(results(*call))), first[name], name)
+
+
+def test_a_remembered_backward_still_refuses_bad_values(cupy):
+    arrays = qkv(cupy, m=6)
+    out, lse = cupyflash.attention(*arrays, return_lse=True)
+    for _ in range(2):
+        cupyflash.attention_backward(out, *arrays, out, lse, wrt=("q", "k"))
+    for error, wrong in (
+        (TypeError, {"accumulate": 0}),
+        (ValueError, {"accumulate": True}),
+        (ValueError, {"wrt": ("q", "k", "bias")}),
+        (ValueError, {"dlse": lse[..., :-1]}),
+        (ValueError, {"dlse": host(lse)}),
+    ):
+        with pytest.raises(error):
+            cupyflash.attention_backward(out, *arrays, out, lse, **{"wrt": ("q", "k")} | wrong)
+    with pytest.raises(TypeError, match="dout must have dtype"):
+        cupyflash.attention_backward(out.astype(np.float64), *arrays, out, lse, wrt=("q", "k"))
+
+
 def test_a_remembered_call_still_refuses_bad_values(cupy):
     arrays = qkv(cupy, m=6)
     for _ in range(2):

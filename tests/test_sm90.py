@@ -178,7 +178,7 @@ def test_the_schedule_walks_heads_side_by_side_while_their_keys_fit_the_cache():
         numbers = [0.0] * len(params.NUMBERS)
         numbers[params.NUMBERS.index("scale")] = 0.5
         numbers[params.NUMBERS.index("right")] = params.UNBOUNDED if right is None else right
-        return struct.unpack("=Q2f5i4x", extras.launch([0] * 4, numbers, 8))
+        return struct.unpack("=Q2f5i4x", *extras.records([0] * 4, numbers, 8))
 
     assert group(None, 1e6)[6] == 1
     assert group(0, 1e6)[6] == 32  # 32 MB hold 32 heads of 1 MB

@@ -140,8 +140,8 @@ def test_heads_are_walked_side_by_side_while_their_queries_fit_the_cache():
         numbers = [0.0] * len(params.NUMBERS)
         numbers[params.NUMBERS.index("scale")] = 0.5
         numbers[params.NUMBERS.index("right")] = right
-        _, record = launch.extras.arguments([8] * len(params.ADDRESSES), numbers, 0)
-        return struct.unpack("=2f7i", record.tobytes())
+        (record,) = launch.extras.records([8] * len(params.ADDRESSES), numbers, 0)
+        return struct.unpack("=2f7i", record)
 
     assert packed(100, 8, 2) == (0.5, np.float32(0.5) * np.float32(np.log2(np.e)), 6, 3, 2, 2, 4, 0, 1)
     assert packed(8192, 16, 16)[5] == 7  # 32 MB hold 7 heads of 4 MB

@@ -1,7 +1,7 @@
 """The CUDA backend. Importing it needs neither CuPy nor a GPU; launching needs both."""
 
 from . import transfer
-from .calls import keep, recall
+from .calls import keep_backward, keep_forward, recall
 from .device import available_backends
 from .launch import backward, forward
 from .plan import plan
@@ -13,7 +13,8 @@ __all__ = [
     "compile_kernels",
     "forward",
     "is_compiled",
-    "keep",
+    "keep_backward",
+    "keep_forward",
     "plan",
     "recall",
     "transfer",

@@ -1,4 +1,4 @@
-"""The fast way of `cupyflash.attention` on CuPy arrays: calls of a form seen before skip all but the launch.
+"""The fast way of calls on CuPy arrays: those of a form seen before skip all but the launches.
 
 The key of a call holds everything that `Problem` checks or that a launch depends on, except the addresses of arrays,
 the values in device arrays and the dropout seed and offset: those are filled in anew. Only calls that went all the
@@ -7,7 +7,7 @@ way once are remembered, so nothing is accepted here that was not accepted there
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from inspect import signature
 from operator import itemgetter
 from typing import Any
@@ -16,8 +16,9 @@ import numpy as np
 
 from ..arrays import loaded_cupy
 from ..problem import Problem
-from .direct import GIVEN, Call
-from .machine import gpu
+from ..request import BackwardRequest
+from .direct import Call
+from .machine import Gpu, gpu
 from .params import ADDRESSES
 
 MOST_CALLS = 1024
@@ -36,27 +37,35 @@ _P = _NAMES.index("dropout_p")
 # Where a value may be a tuple, and the types that are no array's.
 _TUPLES = tuple(map(_NAMES.index, ("q_lengths", "kv_lengths", "query_offset", "window", "dropout_origin")))
 _PLAIN = {type(None), bool, int, float, str, tuple}
-_NOT_GIVEN, _NO_ARRAYS = (0,) * (GIVEN - 3), (None,) * _NUMBERS_ON_DEVICE
+_NO_ARRAYS = (None,) * _NUMBERS_ON_DEVICE
+_GIVEN = tuple(map(ADDRESSES.index, ("q", "k", "v", "out", "lse", "dout", "dlse", "delta")))
 
 _known: dict[tuple[Any, ...], Call] = {}
 
 
-def recall(q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool) -> tuple[Any, Any]:
-    """(key, result) of a call without ``out=``: no key where it cannot be remembered, no result where it is new.
+def recall(arrays: tuple[Any, ...], options: dict[str, Any], choices: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(key, result) of a call: no key where it cannot be remembered, no result where it is new.
 
-    ``options`` are all keywords of `Problem.create`.
+    ``arrays`` are q, k and v, for a backward then out, lse, dout, dlse and delta; ``options`` all keywords of
+    `Problem.create`, ``choices`` those of the function itself.
     """
     cupy = loaded_cupy()
-    if cupy is None or not (type(q) is type(k) is type(v) is cupy.ndarray):
+    if cupy is None:
         return None, None
-    values, random = _values(options), [0, 0]
-    at_q, at_k, at_v = q.data, k.data, v.data
-    row = [at_q.ptr, at_k.ptr, at_v.ptr, *_NOT_GIVEN]
-    arrays = (q.shape, q.strides, q.dtype, k.shape, k.strides, k.dtype, v.shape, v.strides, v.dtype)
-    devices = (at_q.device_id, at_k.device_id, at_v.device_id)
-    form = (arrays, devices, return_lse, type(return_lse))
-    kinds = _kinds(values, _TUPLES)
-    key, holds, call = (*form, values, kinds), False, None
+    row, random = [0] * len(ADDRESSES), [0, 0]
+    form: list[Any] = []
+    for x, place in zip(arrays, _GIVEN):
+        if type(x) is cupy.ndarray:
+            at = x.data
+            row[place] = at.ptr
+            form += (x.shape, x.strides, x.dtype, at.device_id)
+        elif x is None:
+            form.append(None)
+        else:
+            return None, None
+    values = _values(options)
+    kinds = _kinds((*values, *choices), _TUPLES)
+    key, holds, call = (*form, choices, values, kinds), False, None
     # With dropout the seed and the offset are no part of a key.
     if type(values[_P]) is float and values[_P] == 0.0:
         holds, call = _look_up(key)
@@ -66,7 +75,7 @@ def recall(q: Any, k: Any, v: Any, options: dict[str, Any], return_lse: bool) ->
         described = _described(values, cupy.ndarray, row, random)
         if described is None:
             return None, None
-        key = (*form, described, kinds)
+        key = (*form, choices, described, kinds)
         holds, call = _look_up(key)
         if not holds:  # a list or a host array
             return None, None
@@ -111,16 +120,26 @@ def _described(
     return tuple(described)
 
 
-def keep(key: Any, problem: Problem, return_lse: bool) -> None:
-    """Remember a call that ran, under the key that `recall` gave.
+def keep_forward(key: Any, problem: Problem, return_lse: bool) -> None:
+    """Remember a forward that ran, under the key that `recall` gave."""
+    _keep(key, problem, lambda machine: Call.of_forward(machine, problem, return_lse))
 
-    Not one with objects of unknown types: they may be arrays of other libraries, whose addresses a row does not get.
+
+def keep_backward(key: Any, request: BackwardRequest) -> None:
+    """The same of a backward."""
+    _keep(key, request.problem, lambda machine: Call.of_backward(machine, request))
+
+
+def _keep(key: Any, problem: Problem, call_on: Callable[[Gpu], Call | None]) -> None:
+    """Remember a call, but not one with objects of unknown types.
+
+    They may be arrays of other libraries, whose addresses a row does not get.
     """
     if key is None or not _is_plain(key, type(problem.q)):
         return
     machine = gpu(problem.q.device.id)
     with machine.current():
-        call = Call.of(machine, problem, return_lse)
+        call = call_on(machine)
     if call is not None:
         if len(_known) >= MOST_CALLS:
             _known.clear()

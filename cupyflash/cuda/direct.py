@@ -5,94 +5,155 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import Problem
+from ..problem import Gradients, Problem
+from ..request import BackwardRequest
 from . import sm90_launch
+from .backward_recipe import backward_recipe
 from .families import Family, choose_family
-from .launch import fits
+from .launch import cotangents, fits
 from .machine import Gpu
-from .operands import layout_bytes, layout_in_order, layouts, numbers, tensors
+from .operands import GRADIENTS, layout_bytes, layout_in_order, layouts, numbers, tensors
 from .params import ADDRESSES, CALL_BYTES, NUMBERS, Layout, pack_call
-from .recipe import Sizes, forward_recipe
-from .sm90_launch import Extras
-from .tensormap import ALIGNMENT
+from .recipe import Launch, Recipe, Sizes, forward_recipe
+from .tensormap import ALIGNMENT, MAP_BYTES
 
-# Addresses of a forward's arguments and results: the record's first.
-GIVEN = ADDRESSES.index("dropout_offset") + 1
-_ADDRESSES = struct.Struct(f"={GIVEN}Q")
+_ADDRESSES = struct.Struct(f"={len(ADDRESSES)}Q")
 _ADDRESS = struct.Struct("=Q")
-_COUNTER = struct.Struct("=Q")  # the head of the launch record
 _RANDOM = struct.Struct("=2Q")
 _RANDOM_AT = 8 * (len(ADDRESSES) + NUMBERS.index("dropout_seed_value"))
 
 
+class _Prepared(NamedTuple):
+    """One launch."""
+
+    function: Any
+    grid: tuple[int]
+    threads: tuple[int]
+    shared_bytes: int
+    record: bytes  # but for addresses
+    hidden: tuple[int, ...]
+    extras: Any
+    behind: tuple[bytes, ...]  # the arguments behind the record and the maps
+
+    @classmethod
+    def of(cls, launch: Launch, machine: Gpu, problem: Problem) -> _Prepared:
+        config, extras, values = launch.config, launch.extras, numbers(problem)
+        none = [0] * len(ADDRESSES)
+        stays = extras is not None and extras.stays
+        return cls(
+            function=machine.load(config).function,
+            grid=(min(launch.grid, machine.multiprocessors) if stays else launch.grid,),
+            threads=(config.threads,),
+            shared_bytes=config.shared_bytes,
+            record=pack_call(none, values) + launch.record[CALL_BYTES:],
+            hidden=launch.hidden,
+            extras=extras,
+            behind=() if extras is None else extras.records(none, values, 0),
+        )
+
+    def buffers(self, pointer: type) -> tuple[list[memoryview], tuple[Any, ...]]:
+        """Memory for the arguments of one launch at a time, and the arguments, which point there."""
+        maps = () if self.extras is None else (bytes(MAP_BYTES * len(self.extras.forms)),)
+        held = [bytearray(x) for x in (self.record, *maps, *self.behind)]
+        places = [np.frombuffer(x, np.uint8).ctypes.data for x in held]
+        return [memoryview(x) for x in held], tuple(map(pointer, places))
+
+
 @dataclass(slots=True, eq=False)
 class Call:
-    """One form of call: its kernels and their grids, and the record but for what each call brings."""
+    """One form of call: its kernels and their grids, and their records but for what each call brings."""
 
     machine: Gpu
-    launches: tuple[tuple[Any, ...], ...]  # function, grid, threads, bytes of shared memory, arguments
-    record: bytes
+    launches: tuple[_Prepared, ...]
+    results: tuple[
+        tuple[Any, ...], ...
+    ]  # index of an address in the record, and of the array there what `_made` gives
+    given: Callable[[list[Any]], Any]  # from the results to what the caller gets
+    lasting: slice  # of the results: what a vjp may be all that holds
     workspace: tuple[tuple[int, int], ...]  # index of an address in the record, offset of the array there
     workspace_bytes: int
-    out: tuple[Any, ...]  # what `_empty` takes
-    lse: tuple[Any, ...] | None
     dropout: bool
-    extras: Extras | None
-    behind: tuple[bytes, ...]  # the arguments behind the record, but for maps and counter
     units: tuple[tuple[int, int], ...]  # index of an address in the record, and what it must be a multiple of
     get_device: Callable[[], int]
     ndarray: type
     allocate: Callable[[int], Any]
     pointer: type
-    free: list[tuple[Any, Any, Any]] = field(default_factory=list)  # records that no thread is launching with
+    free: list[list[Any]] = field(default_factory=list)  # records that no thread is launching with
 
     @classmethod
-    def of(cls, machine: Gpu, problem: Problem, return_lse: bool) -> Call | None:
-        """The call of a problem; None where it takes several records, or copies of its arrays."""
-        p, arrays, sizes = problem, tensors(problem), Sizes.of(problem)
+    def of_forward(cls, machine: Gpu, problem: Problem, return_lse: bool) -> Call | None:
+        """The call of a problem; None where it takes copies of its arrays."""
+        p, arrays, skip = problem, tensors(problem), 1 if problem.squeeze else 0
         results = {"out": layout_in_order(p.out_shape, p.out_dtype, p.q)}
         if return_lse:
             results["lse"] = layout_in_order(p.lse_shape, p.lse_dtype, None)
-        found = layouts(arrays) | results
         family, _ = choose_family(p, machine.compute_capability)
-        if not fits(sizes, found, family.lead_axes) or not all(map(machine.owns, arrays.values())):
+        found = layouts(arrays) | results
+        if not _as_they_are(machine, p, family, arrays, found):
             return None
-        if family.arch_suffix and sm90_launch.copies(p):
+        recipe = forward_recipe(family.name, machine.compute_capability, Sizes.of(p), tuple(found.items()))
+        made = tuple(_made(name, x, skip) for name, x in results.items())
+        given = itemgetter(0, 1) if return_lse else itemgetter(0)
+        return cls._of(machine, p, recipe, made, given, slice(1, 2), _units(arrays, family))
+
+    @classmethod
+    def of_backward(cls, machine: Gpu, request: BackwardRequest) -> Call | None:
+        """The call of a request without arrays to write to; None where it takes copies of its arrays."""
+        p, arrays = request.problem, tensors(request.problem) | cotangents(request)
+        if arrays["dout"] is not request.dout:
             return None
-        recipe = forward_recipe(family.name, machine.compute_capability, sizes, tuple(found.items()))
-        if not recipe.launches or any(x.record != recipe.launches[0].record for x in recipe.launches):
+        likes = {GRADIENTS[name]: getattr(p, name) for name in request.wrt}
+        results = {name: layout_in_order(x.shape, x.dtype, x) for name, x in likes.items()}
+        family, _ = choose_family(p, machine.compute_capability, backward=True)
+        found = layouts(arrays) | results
+        if not _as_they_are(machine, p, family, arrays, found, request.dout):
             return None
-        launch, skip = recipe.launches[-1], 1 if p.squeeze else 0
-        extras: Any = launch.extras  # a forward's
+        recipe = backward_recipe(
+            family.name,
+            machine.compute_capability,
+            Sizes.of(p),
+            tuple(found.items()),
+            frozenset(name[1:] for name in results),
+            False,
+        )
+        made = tuple(
+            _made(GRADIENTS[name], results[GRADIENTS[name]], name in p.two_d) for name in request.wrt
+        )
+
+        def given(gradients: list[Any]) -> Gradients:
+            return Gradients(**dict(zip(request.wrt, gradients)))
+
+        return cls._of(machine, p, recipe, made, given, slice(0), _units(arrays, family))
+
+    @classmethod
+    def _of(
+        cls,
+        machine: Gpu,
+        problem: Problem,
+        recipe: Recipe,
+        results: tuple[tuple[Any, ...], ...],
+        given: Callable[[list[Any]], Any],
+        lasting: slice,
+        units: tuple[tuple[int, int], ...],
+    ) -> Call | None:
+        if not recipe.launches:
+            return None
         cuda = machine.xp.cuda
-        behind: tuple[bytes, ...] = ()
-        if extras is not None:
-            behind = (bytes(sm90_launch.MAPS_BYTES), extras.launch([0] * 4, numbers(p), 0))
         return cls(
             machine=machine,
-            launches=tuple(
-                (
-                    machine.load(x.config).function,
-                    (min(x.grid, machine.multiprocessors) if x.extras else x.grid,),
-                    (x.config.threads,),
-                    x.config.shared_bytes,
-                    1 if x.extras is None else 3,
-                )
-                for x in recipe.launches
-            ),
+            launches=tuple(_Prepared.of(launch, machine, problem) for launch in recipe.launches),
+            results=results,
+            given=given,
+            lasting=lasting,
             workspace=tuple((ADDRESSES.index(name), offset) for name, offset in recipe.workspace),
             workspace_bytes=recipe.workspace_bytes,
-            record=pack_call([0] * len(ADDRESSES), numbers(p)) + launch.record[CALL_BYTES:],
-            out=_made(results["out"], skip),
-            lse=_made(results["lse"], skip) if return_lse else None,
-            dropout=p.dropout is not None,
-            extras=extras,
-            behind=behind,
-            units=_units(arrays, family),
+            dropout=problem.dropout is not None,
+            units=units,
             get_device=cuda.runtime.getDevice,
             ndarray=machine.xp.ndarray,
             allocate=cuda.alloc,
@@ -100,9 +161,9 @@ class Call:
         )
 
     def __call__(self, row: list[int], random: list[int]) -> Any:
-        """The results for the arrays at the addresses in ``row``; None where one is misaligned.
+        """What the caller gets for the arrays at the addresses in ``row``; None where one is misaligned.
 
-        ``row`` has the first `GIVEN` addresses of the record, 0 for results and absent arrays; it is changed.
+        ``row`` has the addresses of the record, 0 for what is made here and what is absent; it is changed.
         ``random`` has dropout's seed and offset, 0 where they are on the device.
         """
         if self.get_device() != self.machine.device:
@@ -111,59 +172,68 @@ class Call:
         for place, unit in self.units:
             if row[place] % unit:
                 return None
-        result = out = self._empty(*self.out)
-        row[3] = out.data.ptr
-        if self.lse is not None:
-            lse = self._empty(*self.lse)
-            row[4] = lse.data.ptr
-            result = (out, lse)
+        results = []
+        for place, shape, dtype, nbytes, strides in self.results:
+            memory = self.allocate(nbytes)
+            row[place] = memory.ptr
+            results.append(self.ndarray(shape, dtype, memory, strides))
+        lasting = results[self.lasting]
+        if self.workspace:
+            memory = self.allocate(self.workspace_bytes)
+            lasting.append(memory)  # if only until the launches are on their way
+            for place, offset in self.workspace:
+                row[place] = memory.ptr + offset
+        if lasting:
+            self.machine.keep_for_graph(*lasting)
         try:
             slot = self.free.pop()
         except IndexError:
-            slot = self._slot()
-        buffer, args, behind = slot
-        _ADDRESSES.pack_into(buffer, 0, *row)
-        if self.workspace:
-            memory = self.allocate(self.workspace_bytes)  # kept until the launches are on their way
-            self.machine.keep_for_graph(memory)
-            row.extend([0] * (len(ADDRESSES) - GIVEN))
-            for index, offset in self.workspace:
-                row[index] = memory.ptr + offset
-                _ADDRESS.pack_into(buffer, 8 * index, row[index])
-        if self.dropout:
-            _RANDOM.pack_into(buffer, _RANDOM_AT, *random)
-        if self.extras is not None:
-            maps, launch = behind
-            maps[:] = self.extras.maps(row)
-            _COUNTER.pack_into(launch, 0, self.machine.counter())
-        for function, grid, threads, shared_bytes, count in self.launches:
-            function(grid, threads, args[:count], shared_bytes)
-        self.free.append(slot)  # the driver has copied the record
-        return result
+            slot = [launch.buffers(self.pointer) for launch in self.launches]
+        addresses = _ADDRESSES.pack(*row)
+        for launch, (buffers, args) in zip(self.launches, slot):
+            record = buffers[0]
+            record[: _ADDRESSES.size] = addresses
+            for place in launch.hidden:
+                _ADDRESS.pack_into(record, _ADDRESS.size * place, 0)
+            if self.dropout:
+                _RANDOM.pack_into(record, _RANDOM_AT, *random)
+            if launch.extras is not None:
+                buffers[1][:] = launch.extras.maps(row)
+                if launch.extras.counts:  # at the head of the last argument
+                    _ADDRESS.pack_into(buffers[2], 0, self.machine.counter())
+            launch.function(launch.grid, launch.threads, args, launch.shared_bytes)
+        self.free.append(slot)  # the driver has copied the records
+        return self.given(results)
 
-    def _empty(
-        self, shape: tuple[int, ...], dtype: np.dtype[Any], nbytes: int, strides: tuple[int, ...]
-    ) -> Any:
-        return self.ndarray(shape, dtype, self.allocate(nbytes), strides)
 
-    def _slot(self) -> tuple[np.ndarray, tuple[Any, ...], tuple[memoryview, ...]]:
-        """Records of its own for a thread that is launching, and the launch's arguments, which point to them."""
-        bare = [bytearray(x) for x in (self.record, *self.behind)]
-        buffers = [np.frombuffer(x, np.uint8) for x in bare]
-        args = tuple(self.pointer(buffer.ctypes.data) for buffer in buffers)
-        return buffers[0], args, tuple(map(memoryview, bare[1:]))
+def _as_they_are(
+    machine: Gpu,
+    problem: Problem,
+    family: Family,
+    arrays: dict[str, Any],
+    found: dict[str, Layout],
+    dout: Any = None,
+) -> bool:
+    """Whether a call's kernels read its arrays in place; with dout those of a backward."""
+    return (
+        fits(Sizes.of(problem), found, family.lead_axes)
+        and all(map(machine.owns, arrays.values()))
+        and not (family.arch_suffix and sm90_launch.copies(problem, dout))
+    )
 
 
 def _units(arrays: dict[str, Any], family: Family) -> tuple[tuple[int, int], ...]:
     """For each array whose address can be too odd: its index in the record, and what the address must divide by."""
     units = {name: x.dtype.itemsize for name, x in arrays.items()}
     if family.arch_suffix:
-        read_in_pairs = {name: 2 * units[name] for name in ("mask", "bias") if name in units}
-        by_tma = ("q", "k", "v") if units["q"] == 2 else ()
-        units |= dict.fromkeys(by_tma, ALIGNMENT) | read_in_pairs
+        in_pairs = ("mask", "bias") if "dout" not in units else ()
+        by_tma = ("q", "k", "v", "dout") if units["q"] == 2 else ()
+        units |= {name: 2 * units[name] for name in in_pairs if name in units}
+        units |= {name: ALIGNMENT for name in by_tma if name in units}
     return tuple((ADDRESSES.index(name), unit) for name, unit in units.items() if unit > 1)
 
 
-def _made(layout: Layout, skip: int) -> tuple[Any, ...]:
-    """What `Call._empty` takes."""
-    return layout.shape[skip:], layout.dtype, layout_bytes(layout), layout.strides[skip:]
+def _made(name: str, layout: Layout, skip: int) -> tuple[Any, ...]:
+    """An array to make, without its first axes: index in the record, shape, dtype, bytes and strides."""
+    index = ADDRESSES.index(name)
+    return index, layout.shape[skip:], layout.dtype, layout_bytes(layout), layout.strides[skip:]

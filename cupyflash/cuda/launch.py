@@ -69,7 +69,7 @@ def backward(request: BackwardRequest, *, workspace: Any = None, machine: Any = 
     p = request.problem
     machine = machine or gpu(p.q.device.id)
     with machine.current():
-        arrays, sizes = _uploaded(machine, tensors(p)) | _cotangents(request), Sizes.of(p)
+        arrays, sizes = _uploaded(machine, tensors(p)) | cotangents(request), Sizes.of(p)
         targets = {GRADIENTS[name]: x for name, x in zip(GRADIENT_NAMES, request.targets) if x is not None}
         likes = {GRADIENTS[name]: getattr(p, name) for name in request.wrt}
         made = {name: layout_in_order(x.shape, x.dtype, x) for name, x in likes.items()}
@@ -103,7 +103,7 @@ def backward(request: BackwardRequest, *, workspace: Any = None, machine: Any = 
     return _as_given(request, results)
 
 
-def _cotangents(request: BackwardRequest) -> dict[str, Any]:
+def cotangents(request: BackwardRequest) -> dict[str, Any]:
     """What the backward reads beside the problem's arrays; dout in q's dtype."""
     given = {name: getattr(request, name) for name in ("dout", "out", "lse", "dlse", "delta")}
     if given["dout"].dtype != request.problem.dtype:
@@ -139,7 +139,8 @@ def run(recipe: Recipe, machine: Any, addresses: dict[str, int], values: Iterabl
         config, grid, arguments = launch.config, launch.grid, [record]
         if launch.extras is not None:
             grid = min(grid, machine.multiprocessors) if launch.extras.stays else grid
-            arguments += launch.extras.arguments(seen, values, machine.counter())
+            behind = (launch.extras.maps(seen), *launch.extras.records(seen, values, machine.counter()))
+            arguments += map(np.void, behind)
         kernel.function((grid,), (config.threads,), tuple(arguments), config.shared_bytes)
 
 

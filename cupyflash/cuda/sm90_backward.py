@@ -160,6 +160,7 @@ class Extras:
     queries: int
     natural: bool  # scores are kept in natural units
     stays: ClassVar[bool] = True  # blocks stay: a launch has no more than multiprocessors
+    counts: ClassVar[bool] = False
 
     @classmethod
     def of(
@@ -195,11 +196,12 @@ class Extras:
         natural = any(s.options[:2])
         return cls(tuple(forms), key_tiles, heads, fitting, least, causal, group, ticket, queries, natural)
 
-    def arguments(
-        self, addresses: Sequence[int], numbers: Sequence[float], counter: int
-    ) -> tuple[np.void, np.void]:
-        """Both arguments, from the record's addresses and numbers."""
-        maps = maps_of(self.forms, (addresses[index] for index in _BY_TMA))
+    def maps(self, addresses: Sequence[int]) -> bytes:
+        """The maps of q, k, v and dout, from the record's addresses."""
+        return maps_of(self.forms, (addresses[index] for index in _BY_TMA))
+
+    def records(self, addresses: Sequence[int], numbers: Sequence[float], counter: int) -> tuple[bytes, ...]:
+        """The launch record, from the record's numbers."""
         scale = np.float32(numbers[_SCALE])
         unit = _LOG2E if self.natural else scale * _LOG2E
         side_by_side = max(self.least, int(self.fitting))
@@ -217,4 +219,4 @@ class Extras:
             self.ticket,
             self.queries,
         )
-        return np.void(maps), np.void(launch)
+        return (launch,)

@@ -45,6 +45,7 @@ class Extras:
     head_bytes: float  # keys and values for one query head
     natural: bool  # scores are kept in natural units
     stays: ClassVar[bool] = True  # blocks stay: a launch has no more than multiprocessors
+    counts: ClassVar[bool] = True  # the launch record begins with the address of a counter
 
     @classmethod
     def of(cls, config: Config, sizes: Sizes, layouts: Mapping[str, Layout], record: np.ndarray) -> Extras:
@@ -71,7 +72,7 @@ class Extras:
         """The maps of q, k, v and out, from the record's addresses."""
         return maps_of(self.forms, addresses)
 
-    def launch(self, addresses: Sequence[int], numbers: Sequence[float], counter: int) -> bytes:
+    def records(self, addresses: Sequence[int], numbers: Sequence[float], counter: int) -> tuple[bytes, ...]:
         """The launch record, from the record's addresses and numbers."""
         scale = np.float32(numbers[_SCALE])
         unit = _LOG2E if self.natural else scale * _LOG2E
@@ -81,13 +82,7 @@ class Extras:
             group = max(1, min(self.heads, 2 ** int(math.log2(max(1.0, fit)))))
         by_tma = self.forms[_OUT] is not None and addresses[_OUT] % ALIGNMENT == 0
         tiles = self.query_tiles * self.heads
-        return _LAUNCH.pack(counter, scale, unit, tiles, self.query_tiles, self.heads, group, by_tma)
-
-    def arguments(
-        self, addresses: Sequence[int], numbers: Sequence[float], counter: int
-    ) -> tuple[np.void, np.void]:
-        """Both arguments."""
-        return np.void(self.maps(addresses)), np.void(self.launch(addresses, numbers, counter))
+        return (_LAUNCH.pack(counter, scale, unit, tiles, self.query_tiles, self.heads, group, by_tma),)
 
 
 class Copy(NamedTuple):

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from .params import ADDRESSES
 from .simt import ceil
 from .sm90 import ALIGNMENT_BYTES, registers_suffice
 from .sm90_wide import PANEL, PLANES, SPLIT_COLUMNS
-from .tensormap import Form
+from .tensormap import Form, maps_of
 from .wgmma import wrapper
 
 if TYPE_CHECKING:
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 TILE_ROWS = 64
 _BITS = 2  # bytes of a bfloat16
-_TENSORS = ("q", "k", "v", "dout")
+_ADDRESSES = tuple(ADDRESSES.index(f"{name}_planes") for name in ("q", "k", "v", "dout"))
 
 
 class Geometry(NamedTuple):
@@ -149,20 +147,22 @@ def split_units(sizes: Sizes, stats_rows: int) -> int:
 class Extras:
     """The second argument of a launch: maps of planes."""
 
-    forms: Mapping[str, Form]
-    stays: bool = False  # blocks end with their tile
+    forms: tuple[Form, ...]
+    stays: ClassVar[bool] = False  # blocks end with their tile
+    counts: ClassVar[bool] = False
 
     @classmethod
     def of(cls, sizes: Sizes) -> Extras:
         """For these sizes."""
+        shapes = planes(sizes).values()
         return cls(
-            {
-                name: Form("bfloat16", (cols, rows), (1, cols), (PANEL, TILE_ROWS))
-                for name, (rows, cols) in planes(sizes).items()
-            }
+            tuple(Form("bfloat16", (cols, rows), (1, cols), (PANEL, TILE_ROWS)) for rows, cols in shapes)
         )
 
-    def arguments(self, addresses: Sequence[int], numbers: Sequence[float], counter: int) -> tuple[np.void]:
+    def maps(self, addresses: Sequence[int]) -> bytes:
         """The maps, from the record's addresses."""
-        places = {name: addresses[ADDRESSES.index(f"{name}_planes")] for name in _TENSORS}
-        return (np.void(b"".join(self.forms[name].map_of(place) for name, place in places.items())),)
+        return maps_of(self.forms, (addresses[index] for index in _ADDRESSES))
+
+    def records(self, addresses: Sequence[int], numbers: Sequence[float], counter: int) -> tuple[bytes, ...]:
+        """There is none."""
+        return ()
