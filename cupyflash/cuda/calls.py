@@ -52,10 +52,10 @@ def recall(arrays: tuple[Any, ...], options: dict[str, Any], choices: tuple[Any,
     cupy = loaded_cupy()
     if cupy is None:
         return None, None
-    row, random = [0] * len(ADDRESSES), [0, 0]
+    ndarray, row, random = cupy.ndarray, [0] * len(ADDRESSES), [0, 0]
     form: list[Any] = []
     for x, place in zip(arrays, _GIVEN):
-        if type(x) is cupy.ndarray:
+        if type(x) is ndarray:
             at = x.data
             row[place] = at.ptr
             form += (x.shape, x.strides, x.dtype, at.device_id)
@@ -72,7 +72,7 @@ def recall(arrays: tuple[Any, ...], options: dict[str, Any], choices: tuple[Any,
     if holds and values[:_NUMBERS_ON_DEVICE] != _NO_ARRAYS:
         return None, None
     if not holds:
-        described = _described(values, cupy.ndarray, row, random)
+        described = _described(values, ndarray, row, random)
         if described is None:
             return None, None
         key = (*form, choices, described, kinds)

@@ -38,7 +38,7 @@ class _Prepared(NamedTuple):
     record: bytes  # but for addresses
     hidden: tuple[int, ...]
     extras: Any
-    behind: tuple[bytes, ...]  # the arguments behind the record and the maps
+    behind: bytes  # the last argument, behind the record and the maps
 
     @classmethod
     def of(cls, launch: Launch, machine: Gpu, problem: Problem) -> _Prepared:
@@ -53,15 +53,17 @@ class _Prepared(NamedTuple):
             record=pack_call(none, values) + launch.record[CALL_BYTES:],
             hidden=launch.hidden,
             extras=extras,
-            behind=() if extras is None else extras.records(none, values, 0),
+            behind=b"" if extras is None else b"".join(extras.records(none, values, 0)),
         )
 
-    def buffers(self, pointer: type) -> tuple[list[memoryview], tuple[Any, ...]]:
-        """Memory for the arguments of one launch at a time, and the arguments, which point there."""
-        maps = () if self.extras is None else (bytes(MAP_BYTES * len(self.extras.forms)),)
-        held = [bytearray(x) for x in (self.record, *maps, *self.behind)]
-        places = [np.frombuffer(x, np.uint8).ctypes.data for x in held]
-        return [memoryview(x) for x in held], tuple(map(pointer, places))
+    def ready(self, pointer: type) -> tuple[Any, ...]:
+        """What one launch at a time takes, with memory of its own for record, maps and what is behind them."""
+        maps = bytes(0 if self.extras is None else MAP_BYTES * len(self.extras.forms))
+        memory = [bytearray(x) for x in (self.record, maps, self.behind)]
+        args = tuple(pointer(np.frombuffer(x, np.uint8).ctypes.data) for x in memory if x)
+        launch = (self.function, self.grid, self.threads, args, self.shared_bytes)
+        record, *behind = (memoryview(x) for x in memory)
+        return (*launch, record, self.hidden, self.extras, *behind)
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +85,7 @@ class Call:
     ndarray: type
     allocate: Callable[[int], Any]
     pointer: type
-    free: list[list[Any]] = field(default_factory=list)  # records that no thread is launching with
+    free: list[Any] = field(default_factory=list)  # launches whose memory no thread is using
 
     @classmethod
     def of_forward(cls, machine: Gpu, problem: Problem, return_lse: bool) -> Call | None:
@@ -172,7 +174,7 @@ class Call:
         for place, unit in self.units:
             if row[place] % unit:
                 return None
-        results = []
+        results: list[Any] = []
         for place, shape, dtype, nbytes, strides in self.results:
             memory = self.allocate(nbytes)
             row[place] = memory.ptr
@@ -188,20 +190,19 @@ class Call:
         try:
             slot = self.free.pop()
         except IndexError:
-            slot = [launch.buffers(self.pointer) for launch in self.launches]
+            slot = [launch.ready(self.pointer) for launch in self.launches]
         addresses = _ADDRESSES.pack(*row)
-        for launch, (buffers, args) in zip(self.launches, slot):
-            record = buffers[0]
+        for function, grid, threads, args, shared_bytes, record, hidden, extras, maps, behind in slot:
             record[: _ADDRESSES.size] = addresses
-            for place in launch.hidden:
+            for place in hidden:
                 _ADDRESS.pack_into(record, _ADDRESS.size * place, 0)
             if self.dropout:
                 _RANDOM.pack_into(record, _RANDOM_AT, *random)
-            if launch.extras is not None:
-                buffers[1][:] = launch.extras.maps(row)
-                if launch.extras.counts:  # at the head of the last argument
-                    _ADDRESS.pack_into(buffers[2], 0, self.machine.counter())
-            launch.function(launch.grid, launch.threads, args, launch.shared_bytes)
+            if extras is not None:
+                maps[:] = extras.maps(row)
+                if extras.counts:
+                    _ADDRESS.pack_into(behind, 0, self.machine.counter())
+            function(grid, threads, args, shared_bytes)
         self.free.append(slot)  # the driver has copied the records
         return self.given(results)
 
