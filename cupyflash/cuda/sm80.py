@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 128  # of swizzled tiles; dynamic shared memory is rounded up to it
 FRAGMENT = 16  # rows and columns that an mma instruction takes
 PAIR_FLAG_BYTES = 64
+FLAG_BYTES = 4  # of a thread: what it knows of dropout in a step
 PLACE_BYTES = 256  # of what the threads of a forward share besides tiles
 Q_PASS_BYTES, PASS_BYTES = 256, 640  # of a backward_q, of a backward that owns keys
 BIAS_SLICE, BIAS_WARP_ROWS = 64, 32  # columns of operands that a backward_bias takes at once, rows of a warp
@@ -36,6 +37,7 @@ class Geometry(NamedTuple):
     held: bool = False  # forward: a warp's queries stay in registers
     paired: bool = False  # forward: two warps share rows, and part keys and columns
     addends: bool = False  # a mask or a bias is staged in shared memory
+    drops: bool = False  # backward: flags of dropout are there, too
     split: bool = False  # forward: keys are cut into runs
     ordered: bool = True  # backward: adds to dq in a fixed order
     stages: int = 0  # decode, backward_bias: slices on their way, and the one that is read
@@ -90,6 +92,7 @@ class Geometry(NamedTuple):
             weights, rows = stages * kv * self.step * 2, 4 * q * score_bytes
             staged = self.addends * pairs * self.step * (kv // pairs + 8) * score_bytes
             used = 2 * (_tile(kv, max(d, e)) + _tile(q, d) + _tile(q, e)) + weights + rows + staged
+            used += stages * self.drops * self.threads * FLAG_BYTES
             used += PASS_BYTES + (3 * _tile(kv, q) if kernel == "backward" else 0)
         else:
             slices = self.stages * (_tile(q, BIAS_SLICE) + _tile(kv, BIAS_SLICE))
@@ -203,7 +206,7 @@ _ROWS = {
         _row(64, 1, 16, 32, 16, 256)._replace(stages=2),
     ),
     ("backward", PLAIN): _BACKWARD,
-    ("backward", DROPOUT): _BACKWARD,
+    ("backward", DROPOUT): _BACKWARD[1:],  # flags do not fit beside the first
     ("backward", ANY): (
         _row(256, 1, 64, 128, 32, 64),
         _row(256, 1, 64, 64, 16, 64),
@@ -248,7 +251,7 @@ def _rows(kernel: str, options: tuple[bool, ...]) -> tuple[Geometry, ...]:
     """The rows of a kernel with these options."""
     group = ANY if any(options[:2]) else DROPOUT if options[2] else PLAIN
     rows = _ROWS.get((kernel, group), _ROWS.get((kernel, ANY), ()))
-    return tuple(row._replace(addends=options[0]) for row in rows)
+    return tuple(row._replace(addends=options[0], drops=options[2]) for row in rows)
 
 
 # (kernel, bytes of the score type, options) -> geometries

@@ -264,7 +264,7 @@ struct Backward {
       for (int w = 0; w < kC; w += 4) {
         CF_UNROLL
         for (int u = 0; u < kR; u += 2) {
-          const Words words = dropper.words_at<false>(row() + 8 * u, col() + 4 * w, aligned);
+          const Words words = dropper.words_at(row() + 8 * u, col() + 4 * w, aligned);
           CF_UNROLL
           for (int n = 0; n < 8; ++n) {
             float& x = dp[u + n / 4][w + n % 4];

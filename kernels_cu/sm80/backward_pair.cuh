@@ -3,13 +3,14 @@
 //   P = exp(S - lse)     dv += (r * P)^T dO     dS = P * (r * dP - delta')     dA = dS * d(c)/d(a)     dk += scale * dA^T q
 //
 // The first warp of a pair computes S^T = K Q^T and owns dv, the second dP^T = V dO^T and owns dk. With keys on rows, P^T
-// and dA^T leave the accumulators as operands of the next product; P^T crosses from one warp to the other, rounded, and its
-// sign says what dropout took.
+// and dA^T leave the accumulators as operands of the next product; P^T crosses from one warp to the other, rounded. What
+// dropout takes each warp works out for half of a step, ahead of its product, and leaves to the other as a word a lane.
 //
-//   a step  | first warp   S^T = K Q^T     P^T -> shared     # pair    dv += P^T dO
-//           | second warp  dP^T = V dO^T                     # pair    P^T <- shared    dA^T    dk += dA^T Q
+//   a step  | first warp   flags -> shared    S^T = K Q^T     P^T -> shared     # pair    dv += (r * P)^T dO
+//           | second warp  flags -> shared    dP^T = V dO^T                     # pair    P^T <- shared    dA^T    dk += dA^T Q
 //
-// Shared memory: K, V (later the staging of dv, dk), two tiles of Q and dO, P of each pair, lse and delta, addends, the pass.
+// Shared memory: K, V (later the staging of dv, dk), two tiles of Q and dO, P of each pair, lse and delta, addends, the flags
+// of dropout, the pass.
 #pragma once
 #include "sm80/backward_pass.cuh"
 #include "sm80/store.cuh"
@@ -27,13 +28,16 @@ using TileO = Tile<kBlockQ, kHeadDimV>;
 using Scores = float[kR][kC];
 using Accumulator = float[kR][kWideDim / 4];
 using Weighted = Operand<kR / 2, kStep>;
+constexpr int kGroups = kStep / 16 * (kR / 2), kOwnGroups = ceil_div(kGroups, 2);      // of 16 x 16, of a step and of a warp
+static_assert(kOwnGroups <= 4, "their flags fit a word");
 
 // Offsets in shared memory.
 constexpr i32 kWeightBytes = kPairRows * kStep * 2, kAddendBytes = kMaskOrBias ? kStep * Staging<kPairRows>::kRow * 4 : 0;
 constexpr i32 kAtV = TileK::kBytes, kAtQ = kAtV + TileV::kBytes, kAtO = kAtQ + 2 * TileQ::kBytes;
 constexpr i32 kWeightStages = kStep < kBlockQ ? 2 : 1;      // a pair meets at each step, the block at each tile
 constexpr i32 kAtWeights = kAtO + 2 * TileO::kBytes, kAtRows = kAtWeights + kWeightStages * kPairs * kWeightBytes;
-constexpr i32 kAtAddends = kAtRows + 4 * kBlockQ * 4, kAtPass = kAtAddends + kPairs * kAddendBytes;
+constexpr i32 kAtAddends = kAtRows + 4 * kBlockQ * 4, kAtFlags = kAtAddends + kPairs * kAddendBytes;
+constexpr i32 kFlagBytes = kDropout ? 128 : 0, kAtPass = kAtFlags + kWeightStages * kWarps * kFlagBytes;
 constexpr i32 kPairsEnd = kAtPass + kPassBytes;
 
 struct Pair {
@@ -53,6 +57,10 @@ struct Pair {
   CF_DEVICE u32 o_tile(i32 x) const { return shared + kAtO + u32(x) % 2u * TileO::kBytes; }
   CF_DEVICE u32 weights_of(i32 step) const {
     return shared + kAtWeights + (pair * kWeightStages + step % kWeightStages) * kWeightBytes + lane_index() * 16;
+  }
+  CF_DEVICE u32 flags_of(i32 step, i32 warp_of_pair) const {
+    const i32 place = (step % kWeightStages * kPairs + pair) * 2 + warp_of_pair;
+    return shared + kAtFlags + place * kFlagBytes + lane_index() * 4;
   }
   CF_DEVICE u32 row_stats(i32 x) const { return shared + kAtRows + u32(x) % 2u * (2 * kBlockQ * 4); }      // lse, delta
 
@@ -117,9 +125,42 @@ struct Pair {
   // Pairs that positions and lengths forbid get 0; the step's queries begin at `row`.
   CF_DEVICE void select(Scores& s, i32 row) const { RowBounds::of_key(pass.sight, col()).select(s, row, 0.0f); }
 
+  // What dropout takes of a step: flags of the groups that each warp of the pair worked out, the last kOwnGroups by the second.
+  struct Flags {
+    u32 of[2];
+
+    static CF_DEVICE int owner(int group) { return group < kOwnGroups ? 0 : 1; }
+    static CF_DEVICE int flag(int group, int x) { return 4 * (owner(group) == 0 ? group : group - (kGroups - kOwnGroups)) + x; }
+    // All bits of what is dropped of word x of a group; element `half` of that word alone.
+    CF_DEVICE u32 halves(int group, int x) const { return Dropper::halves_of<kOwnGroups>(of[owner(group)], flag(group, x)); }
+    CF_DEVICE bool drops(int group, int x, int half) const {
+      return Dropper::flag_of<kOwnGroups>(of[owner(group)], flag(group, x), half);
+    }
+  };
+
+  // The flags of one warp of the pair, left to the other.
+  template <int kWarpOfPair> CF_DEVICE void leave_flags(Flags& flags, i32 x, i32 step_row) const {
+    if constexpr (!kDropout) return;
+    const Dropper dropper = dropper_of(p, pass.item, pass.at(x).head);
+    const i32 row = pass.at(x).row + step_row;
+    flags.of[kWarpOfPair] = dropper.turned_flags<kOwnGroups>([&](int n) {
+      const int group = n + (kWarpOfPair == 0 ? 0 : kGroups - kOwnGroups);
+      return Group{row + group / (kR / 2) * 16, col() + group % (kR / 2) * 16};
+    });
+    st_shared_32(flags_of(step_number(x, step_row), kWarpOfPair), flags.of[kWarpOfPair]);
+  }
+  // Those of the other warp, when the pair has met.
+  template <int kWarpOfPair> CF_DEVICE void take_flags(Flags& flags, i32 x, i32 step_row) const {
+    if constexpr (kDropout) flags.of[kWarpOfPair] = bits_of(ld_shared_f32(flags_of(step_number(x, step_row), kWarpOfPair)));
+  }
+
+  static CF_DEVICE i32 step_number(i32 x, i32 step_row) { return x * (kBlockQ / kStep) + step_row / kStep; }
+
   // What the first warp of a pair does with a step: weights into shared memory and into dv.
   CF_DEVICE void give_weights(Accumulator& dv, i32 x, i32 step_row, bool whole) const {
     const i32 head = pass.at(x).head, row = pass.at(x).row + step_row;
+    Flags flags;
+    leave_flags<0>(flags, x, step_row);
     const ScoreRules<true> rules{score_terms_of<float>(p, pass.item, head), pass.sight};
     Scores s, derivative;
     const Reader<TileQ, false> own_read = kReaders ? read_q : Reader<TileQ, false>(0, 0, own_lane());
@@ -158,35 +199,20 @@ struct Pair {
     round_to(given, sent);
     if constexpr (kSoftcapOrAlibi) round_to(kept, s);
     else kept = given;
-    const u32 to = weights_of(x * (kBlockQ / kStep) + step_row / kStep);
-    if constexpr (kDropout) {
-      const Dropper dropper = dropper_of(p, pass.item, head);
-      dropper.for_alignment([&](auto aligned) { give(to, given, kept, dropper, row, aligned); });
-    } else {
-      CF_UNROLL
-      for (int n = 0; n < kStep / 16 * (kR / 2); ++n) st_shared_128(to + n * 512, given.word[n / (kR / 2)][n % (kR / 2)]);
-    }
-    barrier_sync_aligned(1 + pair, 64);      // the weights are there; those of two steps ago have been read
+    const u32 to = weights_of(step_number(x, step_row));
+    CF_UNROLL
+    for (int n = 0; n < kGroups; ++n) st_shared_128(to + n * 512, given.word[n / (kR / 2)][n % (kR / 2)]);
+    barrier_sync_aligned(1 + pair, 64);      // weights and flags are there; those of two steps ago have been read
+    take_flags<1>(flags, x, step_row);
+    if constexpr (kDropout) drop(kept, flags);
     multiply<TileO, kStep>(dv, kept, o_tile(x), Reader<TileO, true>(0, 0, own_lane()), step_row);
   }
 
-  // Weights go to the second warp, dropped ones with a sign, and become 0 in `kept`.
-  template <class Groups>
-  CF_DEVICE void give(u32 to, const Weighted& given, Weighted& kept, const Dropper& dropper, i32 row, Groups aligned) const {
+  static CF_DEVICE void drop(Weighted& kept, const Flags& flags) {
     CF_UNROLL
-    for (int k = 0; k < kStep / 16; ++k) {
+    for (int n = 0; n < kGroups; ++n) {
       CF_UNROLL
-      for (int t = 0; t < kR / 2; ++t) {
-        const Words words = dropper.words_at<true>(row + 16 * k, col() + 16 * t, aligned);
-        u32 marked[4];
-        CF_UNROLL
-        for (int x = 0; x < 4; ++x) {
-          const u32 dropped = dropper.dropped(words.word[2 * (x % 2) + x / 2]);
-          marked[x] = given.word[k][t][x] | dropped & 0x80008000u;
-          kept.word[k][t][x] = u32(opaque(kept.word[k][t][x] & ~dropped));      // now, and not where it is used
-        }
-        st_shared_128(to + (k * (kR / 2) + t) * 512, marked);
-      }
+      for (int x = 0; x < 4; ++x) kept.word[n / (kR / 2)][n % (kR / 2)][x] &= ~flags.halves(n, x);
     }
   }
 
@@ -195,6 +221,8 @@ struct Pair {
   template <class Meanwhile, class Leave>
   CF_DEVICE void take_weights(Accumulator& dk, i32 x, i32 step_row, bool whole, Meanwhile meanwhile, Leave leave) const {
     Scores dp;
+    Flags flags;
+    leave_flags<1>(flags, x, step_row);
     const Reader<TileO, false> own_read = kReaders ? read_o : Reader<TileO, false>(0, 0, own_lane());
     multiply_keys<TileO, kHeadDimV>(dp, shared + kAtV, o_tile(x), own_read, step_row);
     meanwhile();
@@ -204,20 +232,19 @@ struct Pair {
     CF_UNROLL
     for (int w = 0; w < kC; w += 2) ld_shared_f32x2(delta[w], delta[w + 1], delta_at + w / 2 * 32);
     barrier_sync_aligned(1 + pair, 64);      // as above
+    take_flags<0>(flags, x, step_row);
     CF_UNROLL
-    for (int n = 0; n < kStep / 16 * (kR / 2); ++n) {
+    for (int n = 0; n < kGroups; ++n) {
       const int k = n / (kR / 2), t = n % (kR / 2);
       u32 words[4];
-      ld_shared_128(words, weights_of(x * (kBlockQ / kStep) + step_row / kStep) + n * 512);
+      ld_shared_128(words, weights_of(step_number(x, step_row)) + n * 512);
       CF_UNROLL
       for (int x4 = 0; x4 < 8; ++x4) {
         const int u = 2 * t + x4 / 2 % 2, w = 4 * k + x4 / 4 * 2 + x4 % 2;
         const float weight = convert<float>(Element{u16(words[x4 / 2] >> (x4 % 2 * 16))});
         float gain = dp[u][w] - delta[w];
-        const bool drops = kDropout && (words[x4 / 2] >> (x4 % 2 * 16 + 15)) % 2 != 0;
-        if constexpr (kDropout) gain = drops ? -delta[w] : fused(dp[u][w], kept_scale, -delta[w]);
-        const float size = kDropout ? absolute(weight) : weight;
-        dp[u][w] = score_gradient(size, gain);
+        if constexpr (kDropout) gain = flags.drops(n, x4 / 2, x4 % 2) ? -delta[w] : fused(dp[u][w], kept_scale, -delta[w]);
+        dp[u][w] = score_gradient(weight, gain);
       }
     }
     if (!whole) select(dp, pass.at(x).row + step_row);

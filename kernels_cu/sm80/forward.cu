@@ -190,7 +190,7 @@ struct Forward : Copies {
   // Dropped weights of row half a of the group at (u, w) become 0; a goes 0, 1, and `words` is kept in between.
   template <bool kAligned>
   CF_DEVICE void drop(Scores& s, Words& words, int u, int a, int w, i32 col, Aligned<kAligned> aligned) const {
-    if (a == 0) words = dropper.words_at<false>(row + 8 * u, col + 4 * w, aligned);
+    if (a == 0) words = dropper.words_at(row + 8 * u, col + 4 * w, aligned);
     CF_UNROLL
     for (int x = 0; x < 4; ++x) s[u + a][w + x] = dropper.drops(words, a, x) ? 0.0f : s[u + a][w + x];
   }

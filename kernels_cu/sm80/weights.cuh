@@ -60,9 +60,13 @@ template <int kRows> struct Weights : OnlineSoftmax<float, kRows, QuadLanes> {
   }
 };
 
+constexpr u32 kSigns = 0x80008000u;      // of both halves of a word
+
+struct Group { i32 query, key; };
+
 template <bool kAligned> struct Aligned {};      // whether groups of a tile are groups of the whole matrix
 
-// Which weights of a tile dropout keeps. Rows of a tile are queries, or keys if kTurned.
+// Which weights of a tile dropout keeps. A group is 16 x 16 of them, for which each lane has four words.
 struct Dropper {
   DropoutStream stream;
   bool aligned;
@@ -82,17 +86,35 @@ struct Dropper {
     else drop(Aligned<false>{});
   }
 
-  // The words of the group of 16 x 16 scores at (query, key): word [2 a + b] is for row half a and column half b.
-  template <bool kTurned, bool kAligned> CF_DEVICE Words words_at(i32 query, i32 key, Aligned<kAligned>) const {
-    Words words;
-    if constexpr (kAligned) {
-      words = philox4x32_7({{col + u32(key) / 4, row + u32(query) / 2, stream.t, stream.offset}}, stream.key0, stream.key1);
-    } else {
-      words = gathered(query + fragment_row(0), key + fragment_col(0));
-    }
-    if constexpr (!kTurned) return words;
-    return {{movmatrix_trans(words.word[0]), movmatrix_trans(words.word[2]), movmatrix_trans(words.word[1]),
-             movmatrix_trans(words.word[3])}};
+  // The words of the group at (query, key), with queries on rows: word [2 a + b] is for row half a and column half b.
+  template <bool kAligned> CF_DEVICE Words words_at(i32 query, i32 key, Aligned<kAligned>) const {
+    if constexpr (!kAligned) return gathered(query + fragment_row(0), key + fragment_col(0));
+    const Words counter{{col + u32(key) / 4, row + u32(query) / 2, stream.t, stream.offset}};
+    return philox4x32_7(counter, stream.key0, stream.key1);
+  }
+
+  // Flags of kCount groups, up to four, with keys on rows. Group n is at group(n), which gives query and key; word x of its
+  // four as an operand of mma has flag 4 n + x in either half (halves_of).
+  template <int kCount, class Group> CF_DEVICE u32 turned_flags(Group group) const {
+    u32 flags = 0;
+    for_alignment([&](auto aligned) {
+      CF_UNROLL
+      for (int n = 0; n < kCount; ++n) {
+        const Words words = words_at(group(n).query, group(n).key, aligned);
+        CF_UNROLL
+        for (int x = 0; x < 4; ++x) flags = flags >> 1 & ~kSigns | reach(words.word[x]) & kSigns;
+      }
+    });
+    return movmatrix_trans(stream.threshold < 65536 ? flags : 0u);
+  }
+
+  // All bits of the halves of a word whose flag n of 4 kCount is set.
+  template <int kCount> static CF_DEVICE u32 halves_of(u32 flags, int n) {
+    return prmt(flags << (4 * kCount - 1 - n), 0, 0xbb99u);
+  }
+  // Flag n of a half alone.
+  template <int kCount> static CF_DEVICE bool flag_of(u32 flags, int n, int half) {
+    return (flags >> (16 * half + 16 - 4 * kCount + n)) % 2 != 0;
   }
 
   // Whether the lane's element x (of four) of row half a of a group is dropped.
@@ -101,12 +123,11 @@ struct Dropper {
     return (x % 2 == 0 ? word << 16 : word) > limit;
   }
 
-  // The dropped halves of a word, all their bits: those whose 16 bits are not below the threshold. Their lower 15 bits are
-  // compared by a subtraction in which no half borrows from the other.
-  CF_DEVICE u32 dropped(u32 word) const {
-    const u32 signs = 0x80008000u, bound = stream.threshold * 0x10001u;
-    const u32 low_reach = (word | signs) - (bound & ~signs), reach = word & ~bound | ~(word ^ bound) & low_reach;
-    return prmt(reach, 0, stream.threshold < 65536 ? 0xbb99u : 0x4444u);
+  // The signs of the halves of a word whose 16 bits are not below the threshold, if that is below 65536. Their lower 15 bits
+  // are compared by a subtraction in which no half borrows from the other.
+  CF_DEVICE u32 reach(u32 word) const {
+    const u32 bound = stream.threshold * 0x10001u, low_reach = (word | kSigns) - (bound & ~kSigns);
+    return word & ~bound | ~(word ^ bound) & low_reach;
   }
 
   // The words of a group of this matrix, whose elements fall into other groups of the whole matrix.
@@ -152,7 +173,7 @@ CF_DEVICE void score_gradients(float (&s)[kRows][kCols], float (&dp)[kRows][kCol
       for (int w = 0; w < kCols; w += 4) {
         CF_UNROLL
         for (int u = 0; u < kRows; u += 2) {
-          const Words words = dropper.words_at<false>(row + 8 * u, col + 4 * w, aligned);
+          const Words words = dropper.words_at(row + 8 * u, col + 4 * w, aligned);
           CF_UNROLL
           for (int n = 0; n < 8; ++n) {
             float& x = dp[u + n / 4][w + n % 4];
