@@ -13,6 +13,13 @@ CF_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_gen
 CF_DEVICE void cp_async_16(u32 to, const void* source) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
 }
+// The same of bytes that nobody else will read: they are the first to leave the L2 cache.
+CF_DEVICE void cp_async_16_once(u32 to, const void* source) {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(source), "l"(policy)
+               : "memory");
+}
 // cp.async 16 / 4 bytes to shared memory, of which the first `bytes` come from `source` and the others are zeros.
 CF_DEVICE void cp_async_16(u32 to, const void* source, u32 bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(source), "r"(bytes) : "memory");
@@ -87,6 +94,13 @@ CF_DEVICE u32 movmatrix_trans(u32 x) {
 CF_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
   u32 r;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
+
+// Bit n of the result is bit 4 a + 2 b + c of kTable, where a, b and c are the bits n of the operands.
+template <u32 kTable> CF_DEVICE u32 lop3(u32 a, u32 b, u32 c) {
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(r) : "r"(a), "r"(b), "r"(c), "n"(kTable));
   return r;
 }
 

@@ -130,11 +130,10 @@ struct Pair {
     u32 of[2];
 
     static CF_DEVICE int owner(int group) { return group < kOwnGroups ? 0 : 1; }
-    static CF_DEVICE int flag(int group, int x) { return 4 * (owner(group) == 0 ? group : group - (kGroups - kOwnGroups)) + x; }
-    // All bits of what is dropped of word x of a group; element `half` of that word alone.
-    CF_DEVICE u32 halves(int group, int x) const { return Dropper::halves_of<kOwnGroups>(of[owner(group)], flag(group, x)); }
+    static CF_DEVICE int number(int group) { return owner(group) == 0 ? group : group - (kGroups - kOwnGroups); }
+    CF_DEVICE u32 halves(int group, int x) const { return Dropper::halves_of(of[owner(group)], number(group), x); }
     CF_DEVICE bool drops(int group, int x, int half) const {
-      return Dropper::flag_of<kOwnGroups>(of[owner(group)], flag(group, x), half);
+      return Dropper::flag_of(of[owner(group)], number(group), x, half);
     }
   };
 

@@ -24,8 +24,9 @@ template <int kRows, int kCols> struct Tile {
 // The first address at or above x that may begin a tile.
 CF_DEVICE u32 tile_address(u32 x) { return (x + 127) / 128 * 128; }
 
-// A whole tile of rows whose chunks are moved at once; `to` and `from` are this thread's first chunk.
-template <class T, int kCount = kThreads>
+// A whole tile of rows whose chunks are moved at once; `to` and `from` are this thread's first chunk. kOnce: nobody else
+// will read them.
+template <class T, int kCount = kThreads, bool kOnce = false>
 CF_DEVICE void load_whole_tile(u32 to, const Element* from, i64 row_stride, i32 me) {
   constexpr i32 kRowsAtOnce = kCount / 8;                 // eight threads take the chunks of a row of a panel
   CF_UNROLL
@@ -34,7 +35,9 @@ CF_DEVICE void load_whole_tile(u32 to, const Element* from, i64 row_stride, i32 
     CF_UNROLL
     for (i32 panel = 0; panel < T::kPanels; ++panel) {
       if (T::kColCount % 64 != 0 && panel * 64 + me % 8 * 8 >= T::kColCount) break;
-      cp_async_16((to ^ (r % 8 * 16)) + r * 128 + panel * T::kPanelBytes, from + panel * 64);
+      const u32 at = (to ^ (r % 8 * 16)) + r * 128 + panel * T::kPanelBytes;
+      if constexpr (kOnce) cp_async_16_once(at, from + panel * 64);
+      else cp_async_16(at, from + panel * 64);
     }
     from += kRowsAtOnce * row_stride;
   }
@@ -43,7 +46,7 @@ CF_DEVICE void load_whole_tile(u32 to, const Element* from, i64 row_stride, i32 
 // Rows [row, row + kRows) below row_stop and columns below col_stop go to the tile at `tile`; all else becomes zeros,
 // and nothing else is touched. `kCount` threads take part, this one is number `me`. Where 16 bytes cannot be moved at
 // once the same values arrive in smaller pieces. The caller commits the group of copies.
-template <class T, int kCount = kThreads>
+template <class T, int kCount = kThreads, bool kOnce = false>
 CF_DEVICE void load_tile(u32 tile, const ElementRows& rows, i32 row, i32 row_stop, i32 col_stop, i32 me) {
   constexpr i32 kRowsAtOnce = kCount / 8;
   static_assert(T::kRowCount % 8 == 0, "whole turns of the swizzle");
@@ -51,7 +54,7 @@ CF_DEVICE void load_tile(u32 tile, const ElementRows& rows, i32 row, i32 row_sto
   const u32 to = tile + T::place(own_row, own_chunk);
   const bool packed = rows.packed<8>();
   if (packed && row + T::kRowCount <= row_stop && col_stop == T::kColCount) {
-    return load_whole_tile<T, kCount>(to, rows.at(row + own_row, own_chunk * 8), rows.row_stride, me);
+    return load_whole_tile<T, kCount, kOnce>(to, rows.at(row + own_row, own_chunk * 8), rows.row_stride, me);
   }
   const bool pairs = rows.packed<2>();
   CF_UNROLL_1

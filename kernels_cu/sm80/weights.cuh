@@ -93,29 +93,34 @@ struct Dropper {
     return philox4x32_7(counter, stream.key0, stream.key1);
   }
 
-  // Flags of kCount groups, up to four, with keys on rows. Group n is at group(n), which gives query and key; word x of its
-  // four as an operand of mma has flag 4 n + x in either half (halves_of).
+  // Flags of kCount groups, up to four, with keys on rows; group(n) says where group n is. What is dropped of word x of its
+  // four as an operand of mma says, in either half of the result, bit 7 - 2 n - x / 2 of byte x % 2.
   template <int kCount, class Group> CF_DEVICE u32 turned_flags(Group group) const {
     u32 flags = 0;
     for_alignment([&](auto aligned) {
       CF_UNROLL
       for (int n = 0; n < kCount; ++n) {
         const Words words = words_at(group(n).query, group(n).key, aligned);
+        u32 signs[2];
         CF_UNROLL
-        for (int x = 0; x < 4; ++x) flags = flags >> 1 & ~kSigns | reach(words.word[x]) & kSigns;
+        for (int x = 0; x < 4; x += 2) signs[x / 2] = prmt(reach(words.word[x]), reach(words.word[x + 1]), 0x7351);
+        const u32 of_group = selected(0x80808080u, signs[0], signs[1] >> 1);
+        flags = n == 0 ? of_group : selected(0x01010101u * (0x100u - (0x100u >> 2 * n)), flags, of_group >> 2 * n);
       }
     });
     return movmatrix_trans(stream.threshold < 65536 ? flags : 0u);
   }
 
-  // All bits of the halves of a word whose flag n of 4 kCount is set.
-  template <int kCount> static CF_DEVICE u32 halves_of(u32 flags, int n) {
-    return prmt(flags << (4 * kCount - 1 - n), 0, 0xbb99u);
+  // Of these flags: the halves of word x of group n that are dropped, all their bits; and whether a half is.
+  static CF_DEVICE u32 halves_of(u32 flags, int n, int x) {
+    return prmt(flags << (2 * n + x / 2), 0, x % 2 == 0 ? 0xaa88u : 0xbb99u);
   }
-  // Flag n of a half alone.
-  template <int kCount> static CF_DEVICE bool flag_of(u32 flags, int n, int half) {
-    return (flags >> (16 * half + 16 - 4 * kCount + n)) % 2 != 0;
+  static CF_DEVICE bool flag_of(u32 flags, int n, int x, int half) {
+    return (flags >> (16 * half + 8 * (x % 2) + 7 - 2 * n - x / 2)) % 2 != 0;
   }
+
+  // Bits of a where those of the mask are set, else of b.
+  static CF_DEVICE u32 selected(u32 mask, u32 a, u32 b) { return lop3<0xca>(mask, a, b); }
 
   // Whether the lane's element x (of four) of row half a of a group is dropped.
   CF_DEVICE bool drops(const Words& words, int a, int x) const {
@@ -127,7 +132,7 @@ struct Dropper {
   // are compared by a subtraction in which no half borrows from the other.
   CF_DEVICE u32 reach(u32 word) const {
     const u32 bound = stream.threshold * 0x10001u, low_reach = (word | kSigns) - (bound & ~kSigns);
-    return word & ~bound | ~(word ^ bound) & low_reach;
+    return lop3<0xb2>(word, bound, low_reach);      // word & ~bound | ~(word ^ bound) & low_reach
   }
 
   // The words of a group of this matrix, whose elements fall into other groups of the whole matrix.

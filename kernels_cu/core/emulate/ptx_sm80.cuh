@@ -28,6 +28,7 @@ CF_DEVICE void cp_async_16(u32 to, const void* source, u32 bytes, CF_HERE) {
   emulate::cp_async<emulate::Row>(to, source, bytes, {"cp_async_16", file, line});
 }
 CF_DEVICE void cp_async_16(u32 to, const void* source, CF_HERE) { cp_async_16(to, source, 16, file, line); }
+CF_DEVICE void cp_async_16_once(u32 to, const void* source, CF_HERE) { cp_async_16(to, source, 16, file, line); }
 CF_DEVICE void cp_async_4(u32 to, const void* source, u32 bytes, CF_HERE) {
   emulate::cp_async<u32>(to, source, bytes, {"cp_async_4", file, line});
 }
@@ -146,6 +147,12 @@ CF_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
     const u32 nibble = selector >> (4 * n) & 15, byte = u32((u64(b) << 32 | a) >> (nibble % 8 * 8)) & 0xff;
     r |= (nibble < 8 ? byte : byte < 0x80 ? 0u : 0xffu) << (8 * n);
   }
+  return r;
+}
+
+template <u32 kTable> CF_DEVICE u32 lop3(u32 a, u32 b, u32 c) {
+  u32 r = 0;
+  for (u32 n = 0; n < 32; ++n) r |= (kTable >> ((a >> n & 1) * 4 + (b >> n & 1) * 2 + (c >> n & 1)) & 1) << n;
   return r;
 }
 
