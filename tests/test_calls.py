@@ -30,8 +30,8 @@ def key_of(monkeypatch):
     monkeypatch.setattr(calls, "loaded_cupy", lambda: SimpleNamespace(ndarray=Array))
     arrays = [Array(x) for x in qkv(np)]
 
-    def key_of(**options):
-        return calls.recall(arrays, OPTIONS | options, (False,))[0]
+    def key_of(choices=(False,), more=(), **options):
+        return calls.recall((*arrays, *more), OPTIONS | options, choices)[0]
 
     return key_of
 
@@ -53,6 +53,18 @@ def test_equal_numbers_of_other_kinds_are_other_calls(key_of, options, wrong):
     """Of which one was accepted and the other is not."""
     assert key_of(**options) == key_of(**options) is not None
     assert key_of(**options) != key_of(**wrong)
+
+
+def test_choices_and_cotangents_are_part_of_a_call(key_of):
+    """Those of a backward: which gradients, whether they are added, what is read besides, and how it lies."""
+    one, other = Array(np.zeros((5, 8))), Array(np.zeros((8, 5)).T)
+    keys = {
+        key_of(choices, more)
+        for choices in ((("q",), False), (("q",), 0), (("q", "k"), False), ("q", False), (None, False))
+        for more in ((one, None), (None, one), (other, None))
+    }
+    assert len(keys) == 15
+    assert key_of((["q"], False)) is key_of(more=(np.zeros(1),)) is None
 
 
 @pytest.mark.parametrize("name", ["q_lengths", "kv_lengths", "query_offset", "window", "dropout_origin"])

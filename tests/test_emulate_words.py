@@ -31,6 +31,7 @@ extern "C" __global__ void toy(const Record p) {
   if (p.which == 8) each<float, float>(p, [](float x) { return logarithm(x); });
   if (p.which == 9) each<float, float>(p, [](float x) { return hyperbolic_tangent(x); });
   if (p.which == 10) each<float, float>(p, [](float x) { return ex2_approx_ftz(x); });
+  if (p.which == 11) each<u32, u32>(p, [](u32 x) { return lop3<0xb2>(x, x << 7, x >> 9); });
 }
 """
 
@@ -86,6 +87,12 @@ def test_rounding_double_to_bfloat16_happens_once():
     np.testing.assert_array_equal(
         converted(5, x, np.uint16).view(ml_dtypes.bfloat16).astype(np.float64), expected
     )
+
+
+def test_lop3_looks_its_bits_up():
+    a = np.random.default_rng(0).integers(0, 1 << 32, 1000, dtype=np.uint32)
+    b, c = a << np.uint32(7), a >> np.uint32(9)
+    np.testing.assert_array_equal(converted(11, a, np.uint32), a & ~b | ~(a ^ b) & c)
 
 
 def test_rounding_toward_zero():
