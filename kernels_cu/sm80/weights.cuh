@@ -97,17 +97,21 @@ struct Dropper {
   // four as an operand of mma says, in either half of the result, bit 7 - 2 n - x / 2 of byte x % 2.
   template <int kCount, class Group> CF_DEVICE u32 turned_flags(Group group) const {
     u32 flags = 0;
-    for_alignment([&](auto aligned) {
+    const auto add = [&](int n, auto aligned) {
+      const Words words = words_at(group(n).query, group(n).key, aligned);
+      u32 signs[2];
       CF_UNROLL
-      for (int n = 0; n < kCount; ++n) {
-        const Words words = words_at(group(n).query, group(n).key, aligned);
-        u32 signs[2];
-        CF_UNROLL
-        for (int x = 0; x < 4; x += 2) signs[x / 2] = prmt(reach(words.word[x]), reach(words.word[x + 1]), 0x7351);
-        const u32 of_group = selected(0x80808080u, signs[0], signs[1] >> 1);
-        flags = n == 0 ? of_group : selected(0x01010101u * (0x100u - (0x100u >> 2 * n)), flags, of_group >> 2 * n);
-      }
-    });
+      for (int x = 0; x < 4; x += 2) signs[x / 2] = prmt(reach(words.word[x]), reach(words.word[x + 1]), 0x7351);
+      const u32 of_group = selected(0x80808080u, signs[0], signs[1] >> 1);
+      flags = n == 0 ? of_group : selected(0x01010101u * (0x100u - (0x100u >> 2 * n)), flags, of_group >> 2 * n);
+    };
+    if (aligned) {
+      CF_UNROLL
+      for (int n = 0; n < kCount; ++n) add(n, Aligned<true>{});
+    } else {
+      CF_UNROLL_1
+      for (int n = 0; n < kCount; ++n) add(n, Aligned<false>{});
+    }
     return movmatrix_trans(stream.threshold < 65536 ? flags : 0u);
   }
 
