@@ -70,9 +70,10 @@ constexpr i32 kAtWeights = kAtSums + (kSumsQueries ? kStages * TileA::kBytes : 0
 constexpr i32 kAtRows = kAtWeights + kPairs * kWeightBytes, kAtWork = kAtRows + 2 * kStages * kBlockQ * sizeof(Score);
 static_assert(kAtWork + kWorkBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
 
-// The column of a key in a row of TileA: the four that a lane takes in one step are neighbours.
+// The column of a key in a row of TileA: the slots of a lane in one step lie where ColumnReader reads them.
 CF_DEVICE i32 key_place(i32 key) {
-  return kChunk == 4 ? key / 16 * 16 + key % 8 / 2 * 4 + key % 16 / 8 * 2 + key % 2 : key;
+  const i32 lane = key % 8 / 2, slot = key % 16 / 8 * 2 + key % 2;
+  return key / 16 * 16 + (kAtOnce == 1 ? 4 * slot + lane : 4 * lane + slot);
 }
 
 struct Backward {
@@ -189,7 +190,7 @@ struct Backward {
     for (int n = 0; n < kR * kC; n += kChunk) {
       Score chunk[kChunk];
       CF_UNROLL
-      for (int x = 0; x < kChunk; ++x) chunk[x] = sent[n / kC][n % kC + x];
+      for (int x = 0; x < kChunk; ++x) chunk[x] = sent[(n + x) % kR][(n + x) / kR];
       st_shared_chunk(weights() + n / kChunk * 512, chunk);
     }
     barrier_sync_aligned(1 + pair(), 64);      // the weights are there; they will have been read at the next tile
@@ -212,8 +213,8 @@ struct Backward {
       ld_shared_chunk(chunk, weights() + n / kChunk * 512);
       CF_UNROLL
       for (int x = 0; x < kChunk; ++x) {
-        const int w = n % kC + x;
-        Score& own = dp[n / kC][w];
+        const int w = (n + x) / kR;
+        Score& own = dp[(n + x) % kR][w];
         const bool kept = !kDropout || !has_sign(chunk[x]);
         const Score gain = kDropout ? (kept ? own * kept_scale : Score(0)) - delta[w] : own - delta[w];
         own = score_gradient(kDropout ? absolute(chunk[x]) : chunk[x], gain);
@@ -255,24 +256,8 @@ struct Backward {
       if (part < kWarps && seen < before) wait_for_count(turn_of(tile), before);
       warp_barrier();          // no lane adds before its turn
       const Rows<Element> rows = rows_of<Element>(p.call.dq, p.dq, work.item, work.head);
-      const bool packed = rows.packed<kChunk>();
-      CF_UNROLL
-      for (int n = 0; n < kDqRows / 4; ++n) {
-        const i32 i = tile * kBlockQ + row + fragment_row(n / 2), j = line * 8 * kChunk + result_col(n % 2);
-        if (i >= work.sight.q_length) continue;
-        Element values[kChunk];
-        CF_UNROLL
-        for (int x = 0; x < kChunk; ++x) values[x] = finished(dq[n / 2][2 * x + n % 2], Score(p.call.scale));
-        Element* to = rows.at(i, j);
-        if (packed && j + kChunk <= p.head_dim) {
-          red_add_chunk(to, values);
-          continue;
-        }
-        CF_UNROLL
-        for (int x = 0; x < kChunk; ++x) {
-          if (j + x < p.head_dim) red_add(to + x * rows.col_stride, values[x]);
-        }
-      }
+      finish_by(dq, Score(p.call.scale));
+      add_line(dq, rows, tile * kBlockQ + row, work.sight.q_length, line * 8 * kChunk, p.head_dim);
     }
   }
 

@@ -3,14 +3,18 @@
 // A lane is (g, t) = (l / 4, l % 4). An accumulator of 16 x 8 has rows g, g + 8 and columns 2 t, 2 t + 1 of a lane.
 // What is summed over may be named in any order, so the sixteen places of one step are given to lanes as they lie:
 // a lane has four of them, `slots`, of rows g and g + 8 of the left factor and of column g of the right one. Taken from
-// memory they are two or four neighbours, one 16-byte read; taken from an accumulator of scores they are the keys
-// 2 t, 2 t + 1 of two neighbouring 8-column tiles. The columns of results are named in the same spirit: the kChunk
-// neighbours that a lane reads at once belong to as many 8-column tiles, so that a lane ends with 2 kChunk neighbours.
+// an accumulator of scores they are the keys 2 t, 2 t + 1 of two neighbouring 8-column tiles.
+//
+// floats are read 16 bytes at a time: the slots are four neighbours, and where rows are summed over, the four neighbours
+// of a row belong to as many 8-column tiles, so that a lane ends with runs of four columns. doubles are read one by one:
+// of those that come in pairs the compiler makes new copies, in registers side by side, for every product.
 //
 // float as three products of TF32: x = big + small, both with 11 bits; big * big + big * small + small * big loses 2^-22.
 // Tensor cores cut sums where floats are rounded, so the 16 places of a step are summed there and no more.
 #pragma once
 #include "sm80_wide/tile.cuh"
+
+constexpr i32 kAtOnce = sizeof(Element) == 8 ? 1 : kChunk;      // elements that a lane reads at once
 
 CF_DEVICE i32 lane_group() { return i32(lane_index()) / 4; }
 CF_DEVICE i32 lane_in_group() { return i32(lane_index()) % 4; }
@@ -19,8 +23,11 @@ CF_DEVICE i32 lane_in_group() { return i32(lane_index()) % 4; }
 CF_DEVICE i32 fragment_row(int u) { return u / 2 * 16 + u % 2 * 8 + lane_group(); }
 CF_DEVICE i32 score_col(int w) { return w / 2 * 8 + lane_in_group() * 2 + w % 2; }
 CF_DEVICE i32 result_col(int w) {
+  if (kAtOnce == 1) return score_col(w);
   return w / 2 / kChunk * 8 * kChunk + (2 * lane_in_group() + w % 2) * kChunk + w / 2 % kChunk;
 }
+// Of the 2 kChunk entries that a lane has in a line of results: neighbour n of run `run`, of kChunk columns.
+CF_DEVICE constexpr int entry_of(int run, int n) { return kAtOnce == 1 ? kChunk * run + n : 2 * n + run; }
 
 // Factors of one step: Left has slot x of row half h at [2 x + h], Right slot x at [x].
 template <class T, int kCount> struct Factor;
@@ -46,8 +53,8 @@ template <int kCount> struct Factor<double, kCount> {
 };
 
 constexpr int kChains = 8;      // sums that are made at once, so that instructions do not wait for each other
-// Steps whose factors may be read ahead. Two are better for double of 64 columns too; of 128, four take fewer registers.
-constexpr int kStepsAtOnce = sizeof(Element) == 8 && larger(kHeadDim, kHeadDimV) > 64 ? 4 : 2;
+// Steps whose factors may be read ahead: all of double, which then take the fewest registers.
+constexpr int kStepsAtOnce = sizeof(Element) == 8 ? 8 : 2;
 using Left = Factor<Element, 8>;
 using Right = Factor<Element, 4>;
 
@@ -163,22 +170,17 @@ template <int kRows, int kCols> CF_DEVICE void clear(Element (&acc)[kRows][kCols
 
 // Where a lane reads factors whose places are columns: the slots of a step in row g of eight rows.
 template <class T> struct ColumnReader {
-  static constexpr int kReads = 4 / kChunk;      // of a step
-  u32 start = T::place(lane_group(), lane_in_group());
+  u32 start = T::place(lane_group(), lane_in_group() * kAtOnce / kChunk) + lane_in_group() * kAtOnce % kChunk * sizeof(Element);
 
-  // Read n of step k in row g of the eight rows from `row`, a multiple of 8: half a line changes one bit of the place.
-  CF_DEVICE u32 at(u32 tile, i32 row, int k, int n) const {
-    const int half_line = k * kReads + n;
-    return ((tile + start) ^ (half_line % 2 * 64)) + row * T::kRowBytes + half_line / 2 * 128;
+  // Slots from x on of step k in row g of the eight rows from `row`, a multiple of 8: within a line, bits of the place.
+  CF_DEVICE u32 at(u32 tile, i32 row, int k, int x) const {
+    const int byte = (16 * k + 4 * x) * sizeof(Element);
+    return ((tile + start) ^ (byte % 128)) + row * T::kRowBytes + byte / 128 * 128;
   }
-  CF_DEVICE void read(Element (&slots)[4], u32 tile, i32 row, int k) const {
+  CF_DEVICE void read(float (&slots)[4], u32 tile, i32 row, int k) const { ld_shared_chunk(slots, at(tile, row, k, 0)); }
+  CF_DEVICE void read(double (&slots)[4], u32 tile, i32 row, int k) const {
     CF_UNROLL
-    for (int n = 0; n < kReads; ++n) {
-      Element chunk[kChunk];
-      ld_shared_chunk(chunk, at(tile, row, k, n));
-      CF_UNROLL
-      for (int x = 0; x < kChunk; ++x) slots[n * kChunk + x] = chunk[x];
-    }
+    for (int x = 0; x < 4; ++x) slots[x] = ld_shared<double>(at(tile, row, k, x));
   }
   CF_DEVICE void read(Right& right, u32 tile, i32 row, int k) const {
     Element slots[4];
@@ -192,19 +194,27 @@ template <class T> struct ColumnReader {
   }
 };
 
-// Where a lane reads factors whose places are rows: chunk g of a line in rows 2 t, 2 t + 1 of eight rows.
+// Where a lane reads factors whose places are rows: of rows 2 t, 2 t + 1 of eight rows, columns g kAtOnce on.
 template <class T> struct RowReader {
-  u32 start = T::place(2 * lane_in_group(), lane_group());
+  u32 start = T::place(2 * lane_in_group(), lane_group() * kAtOnce / kChunk) + lane_group() * kAtOnce % kChunk * sizeof(Element);
 
-  // The sixteen rows from 16 k in line `line`: element j of a chunk belongs to column tile j.
+  // Slot x of the sixteen rows from 16 k in line `line`: row r of eight changes bits of the place.
+  CF_DEVICE u32 at(u32 tile, int k, int line, int x) const {
+    return ((tile + start) ^ (x % 2 * 64)) + (16 * k + x / 2 * 8 + x % 2) * T::kRowBytes + line * 128;
+  }
+  // Right factors for each column tile of the line.
   CF_DEVICE void read(Right (&right)[kChunk], u32 tile, int k, int line) const {
     CF_UNROLL
     for (int x = 0; x < 4; ++x) {
-      Element chunk[kChunk];
-      ld_shared_chunk(chunk, ((tile + start) ^ (x % 2 * 64)) + (16 * k + x / 2 * 8 + x % 2) * T::kRowBytes + line * 128);
+      Element values[kChunk];
+      read_slot(values, at(tile, k, line, x));
       CF_UNROLL
-      for (int j = 0; j < kChunk; ++j) right[j].set(x, chunk[j]);
+      for (int j = 0; j < kChunk; ++j) right[j].set(x, values[j]);
     }
+  }
+  static CF_DEVICE void read_slot(float (&values)[4], u32 address) { ld_shared_chunk(values, address); }
+  static CF_DEVICE void read_slot(double (&values)[2], u32 address) {
+    values[0] = ld_shared<double>(address), values[1] = ld_shared<double>(address ^ 64);
   }
 };
 
@@ -376,6 +386,3 @@ CF_DEVICE void multiply_line(Element (&acc)[kR][2 * kChunk], u32 a, const Column
     }
   }
 }
-
-CF_DEVICE void red_add_chunk(float* to, const float (&x)[4]) { red_add_x4(to, x[0], x[1], x[2], x[3]); }
-CF_DEVICE void red_add_chunk(double* to, const double (&x)[2]) { red_add(to, x[0]), red_add(to + 1, x[1]); }

@@ -1,5 +1,6 @@
 // Results on their way out: a lane's accumulators to global memory.
 #pragma once
+#include "core/warp.cuh"
 #include "sm80_wide/product.cuh"
 
 // Where a result goes: the rows of one head. Rows below `row_stop` and columns below `col_stop` are written, in place of
@@ -26,10 +27,10 @@ template <int kRows, int kCols> CF_DEVICE void store_tile(const Element (&acc)[k
     for (int first = 0; first < kCols; first += 2 * kChunk) {
       CF_UNROLL
       for (int x = 0; x < 2; ++x) {
-        const i32 j = result_col(first + x);      // kChunk neighbours from here
+        const i32 j = result_col(first + entry_of(x, 0));      // kChunk neighbours from here
         Packed<Element, kChunk> values;
         CF_UNROLL
-        for (int n = 0; n < kChunk; ++n) values.value[n] = acc[u][first + 2 * n + x];
+        for (int n = 0; n < kChunk; ++n) values.value[n] = acc[u][first + entry_of(x, n)];
         Element* at = to.rows.at(i, j);
         if (packed && !to.accumulate && j + kChunk <= to.col_stop) {
           *reinterpret_cast<Packed<Element, kChunk>*>(at) = values;
@@ -40,6 +41,57 @@ template <int kRows, int kCols> CF_DEVICE void store_tile(const Element (&acc)[k
           if (j + n < to.col_stop) *at = to.accumulate ? *at + values.value[n] : values.value[n];
         }
       }
+    }
+  }
+}
+
+// Adds a line of results, from column `col` on, to rows of global memory; entry [u] goes to row `row` + fragment_row(u).
+template <int kRows>
+CF_DEVICE void add_line(const float (&acc)[kRows][8], const Rows<float>& rows, i32 row, i32 row_stop, i32 col, i32 col_stop) {
+  const bool packed = rows.packed<kChunk>();
+  CF_UNROLL
+  for (int n = 0; n < 2 * kRows; ++n) {
+    const float(&x)[8] = acc[n / 2];
+    const i32 i = row + fragment_row(n / 2), run = n % 2, j = col + result_col(entry_of(run, 0));
+    if (i >= row_stop) continue;
+    float* to = rows.at(i, j);
+    if (packed && j + 4 <= col_stop) {
+      red_add_x4(to, x[entry_of(run, 0)], x[entry_of(run, 1)], x[entry_of(run, 2)], x[entry_of(run, 3)]);
+      continue;
+    }
+    CF_UNROLL
+    for (int y = 0; y < 4; ++y) {
+      if (j + y < col_stop) red_add(to + y * rows.col_stride, x[entry_of(run, y)]);
+    }
+  }
+}
+
+// Lanes whose numbers differ in a bit: x and y of the one become the x of both, of the other the y of both.
+CF_DEVICE void exchange(double& x, double& y, u32 bit) {
+  const bool set = (lane_index() & bit) != 0;
+  const double got = shuffle_xor(set ? x : y, bit);
+  x = set ? got : x;
+  y = set ? y : got;
+}
+
+// The same for double. The memory adds whole sectors of 32 bytes as fast as parts of them: the four lanes of a group
+// exchange columns until an instruction takes four neighbours.
+template <int kRows>
+CF_DEVICE void add_line(const double (&acc)[kRows][4], const Rows<double>& rows, i32 row, i32 row_stop, i32 col, i32 col_stop) {
+  CF_UNROLL
+  for (int u = 0; u < kRows; ++u) {
+    const i32 i = row + fragment_row(u);
+    double sums[4] = {acc[u][0], acc[u][1], acc[u][2], acc[u][3]};
+    CF_UNROLL
+    for (int x = 0; x < 4; x += 2) {
+      exchange(sums[x], sums[x + 1], 1);
+      exchange(sums[x], sums[x + 1], 2);
+    }
+    if (i >= row_stop) continue;
+    CF_UNROLL
+    for (int x = 0; x < 4; ++x) {
+      const i32 j = col + 4 * x + lane_in_group();
+      if (j < col_stop) red_add(rows.at(i, j), sums[x]);
     }
   }
 }
