@@ -22,12 +22,12 @@ struct Columns {
   }
 };
 
-template <class T> CF_DEVICE void add_bias_row(Scores& s, int h, const T* row, const Columns& columns) {
-  columns.for_pairs(row, [&](int j, Packed<T, 2> pair) {
+CF_DEVICE void add_bias_row(Scores& s, int h, const float* row, const Columns& columns) {
+  columns.for_pairs(row, [&](int j, Packed<float, 2> pair) {
     CF_UNROLL
     for (int x = 0; x < 2; ++x) {
       float& score = s[4 * j + 2 * h + x];
-      score = with_addend(score, convert<float>(pair.value[x]));
+      score = with_addend(score, pair.value[x]);
     }
   });
 }
@@ -47,10 +47,8 @@ CF_DEVICE void add_bias(Scores& s, const Addends& a, i32 row, i32 last_row, i32 
     const i64 first = a.bias_first + smaller(row + 8 * h, last_row) * a.bias_row + col * a.bias_col;
     if (a.bias_col == 0) {
       add_to_row(s, h, load_kind<float>(a.bias, a.bias_kind, first));
-    } else if (a.bias_kind == kFloat32) {
-      add_bias_row(s, h, static_cast<const float*>(a.bias) + first, columns);
     } else {
-      add_bias_row(s, h, static_cast<const Element*>(a.bias) + first, columns);
+      add_bias_row(s, h, static_cast<const float*>(a.bias) + first, columns);
     }
   }
 }
