@@ -151,6 +151,40 @@ def wide() -> str:
     return note + "\n\n" + table(head, rows)
 
 
+def precision() -> str:
+    """Errors of float32 in each precision and of float64, beside the float64 reference and the plain computation."""
+    report = load("gpu_precision.json")
+    names = ("out", "dq", "dk", "dv")
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+
+    def times_plain(group: list[dict[str, Any]], name: str, which: str) -> str:
+        ratio = max(row[name][which] / row[name]["plain_" + which] for row in group)
+        return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.0f}"
+
+    for row in report["rows"]:
+        if " x " in row["inputs"]:  # k or v times something: in the file alone
+            continue
+        kind = row["precision"] or ("tf32x3" if row["dtype"] == "float32" else "")
+        way = f"{row['dtype']} {kind}".strip() + f" (`{row['family']}`)"
+        groups.setdefault((row["inputs"], way), []).append(row)
+    rows = [
+        [
+            inputs,
+            way,
+            " / ".join(f"{max(row['out'][which] for row in group):.1e}" for which in ("max", "rms")),
+            *(" / ".join(times_plain(group, name, which) for which in ("max", "rms")) for name in names),
+        ]
+        for (inputs, way), group in groups.items()
+    ]
+    note = (
+        f"{report['device']}, CuPy {report['cupy']}, NVRTC {'.'.join(map(str, report['nvrtc']))}, {report['date']}, "
+        f"commit {report['commit']}; arrays (1, 2, {report['length']}, 64 and 128, the worse of both); largest / rms "
+        "error of out, and errors of each result as multiples of those of the plain computation; "
+        "`python scripts/precision_gpu.py > scripts/results/gpu_precision.json`."
+    )
+    return note + "\n\n" + table(["inputs", "precision", "error of out", *names], rows)
+
+
 def options() -> str:
     """What single options cost, in milliseconds, beside the others."""
     report = load("gpu_options.json")
@@ -183,7 +217,7 @@ def decode() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    table.__name__: table for table in (cpu, gpu, peers, order, sm80, wide, options, decode)
+    table.__name__: table for table in (cpu, gpu, peers, order, sm80, wide, precision, options, decode)
 }
 
 
