@@ -110,38 +110,48 @@ CF_DEVICE void select(Score (&s)[kRows][kCols], const Work& work, i32 row, i32 c
 template <int kRows, int kCols> struct TileAddends {
   Score value[kRows][kCols];
 
-  template <class Bias, bool kTurned> CF_DEVICE void load_as(const Work& work, i32 row, i32 col) {
-    const Addends& from = work.addends;
-    const Bias* bias = static_cast<const Bias*>(from.bias) + from.bias_first;
+  // use(value, query, key) for every entry of the tile at (row, col) that lies below the lengths.
+  template <bool kTurned, class Use> CF_DEVICE void for_entries(const Work& work, i32 row, i32 col, Use use) {
     CF_UNROLL
     for (int u = 0; u < kRows; ++u) {
       CF_UNROLL
       for (int w = 0; w < kCols; ++w) {
         const i32 own_row = row + fragment_row(u), own_col = col + score_col(w);
         const i32 i = kTurned ? own_col : own_row, j = kTurned ? own_row : own_col;
-        const bool inside = i < work.sight.q_length && j < work.sight.kv_length;
-        Score addend = Score(0);
-        if (inside && from.bias != nullptr) addend = convert<Score>(bias[i * from.bias_row + j * from.bias_col]);
-        const bool allowed = !inside || from.mask == nullptr || from.mask[i * from.mask_row + j * from.mask_col] != 0;
-        value[u][w] = allowed ? addend : -Limits<Score>::infinity();
+        if (i < work.sight.q_length && j < work.sight.kv_length) use(value[u][w], i, j);
       }
     }
   }
 
+  template <class Bias, bool kTurned> CF_DEVICE void load_bias(const Work& work, i32 row, i32 col) {
+    const Addends& from = work.addends;
+    const Bias* bias = static_cast<const Bias*>(from.bias) + from.bias_first;
+    for_entries<kTurned>(work, row, col, [&](Score& x, i32 i, i32 j) {
+      x = convert<Score>(bias[i * from.bias_row + j * from.bias_col]);
+    });
+  }
+
   // Of the tile at (row, col); nothing past the lengths is touched. False if they forbid every score of the warp.
   template <bool kTurned> CF_DEVICE bool load(const Work& work, i32 row, i32 col) {
-    switch (work.addends.bias_kind) {
-      case kFloat16: load_as<float16, kTurned>(work, row, col); break;
-      case kBFloat16: load_as<bfloat16, kTurned>(work, row, col); break;
-      case kFloat32: load_as<float, kTurned>(work, row, col); break;
-      default: load_as<double, kTurned>(work, row, col);
+    const Addends& from = work.addends;
+    CF_UNROLL
+    for (int n = 0; n < kRows * kCols; ++n) value[n / kCols][n % kCols] = Score(0);
+    if (from.bias != nullptr) {
+      switch (from.bias_kind) {
+        case kFloat16: load_bias<float16, kTurned>(work, row, col); break;
+        case kBFloat16: load_bias<bfloat16, kTurned>(work, row, col); break;
+        case kFloat32: load_bias<float, kTurned>(work, row, col); break;
+        default: load_bias<double, kTurned>(work, row, col);
+      }
+    }
+    if (from.mask != nullptr) {
+      for_entries<kTurned>(work, row, col, [&](Score& x, i32 i, i32 j) {
+        if (from.mask[i * from.mask_row + j * from.mask_col] == 0) x = -Limits<Score>::infinity();
+      });
     }
     bool any = false;
     CF_UNROLL
-    for (int u = 0; u < kRows; ++u) {
-      CF_UNROLL
-      for (int w = 0; w < kCols; ++w) any = any || value[u][w] != -Limits<Score>::infinity();
-    }
+    for (int n = 0; n < kRows * kCols; ++n) any = any || value[n / kCols][n % kCols] != -Limits<Score>::infinity();
     return vote_any(any);
   }
 
