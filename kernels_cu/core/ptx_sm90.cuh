@@ -115,12 +115,7 @@ CF_DEVICE u32 atom_inc(u32* counter) { return atomicAdd(counter, 1u); }
 CF_DEVICE u32 atom_cas(u32* counter, u32 from, u32 to) { return atomicCAS(counter, from, to); }
 
 // A number through which blocks speak: what its writer (and all who met the writer at barriers) did before the release
-// is seen by those who acquire it.
-CF_DEVICE u32 ld_acquire_gpu(const u32* from) {
-  u32 r;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(r) : "l"(from) : "memory");
-  return r;
-}
+// is seen by those who have waited for it.
 CF_DEVICE void st_release_gpu(u32* to, u32 x) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }

@@ -190,10 +190,10 @@ CF_DEVICE void usher(const Params& p, const Launch& launch, Control& control) {
         forget();
         if (launch.queries == kInTurn) {
           turn.number = turn_of(work.sight, tile, work.tile);
-          while (ld_acquire_gpu(turn.counter) != turn.number) {}
+          wait_for_count(turn.counter, turn.number);
         } else {
           turn.number = atom_cas(turn.counter, 0, 1);
-          while (turn.number != 0 && ld_acquire_gpu(turn.counter) != kStored) {}
+          if (turn.number != 0) wait_for_count(turn.counter, kStored);
         }
         mbarrier_arrive(barrier(control.turn_ready, ring.stage()));
         ring.advance();

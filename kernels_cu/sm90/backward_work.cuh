@@ -50,7 +50,7 @@ struct Work {
 CF_DEVICE void own(Work& work, const Params& p, const Launch& launch, u32 ticket) {
   const u32 per_group = launch.key_tiles * launch.side_by_side;
   const u32 first = ticket / per_group * launch.side_by_side, rest = ticket % per_group;
-  const u32 size = smaller(u32(launch.heads) - first, u32(launch.side_by_side));
+  const u32 size = larger(smaller(u32(launch.heads) - first, u32(launch.side_by_side)), 1u);      // none is left: any number
   work.loop = 0;
   work.tile = ticket < u32(launch.tiles) ? i32(rest / size) : -1;
   work.own = first + rest % size;

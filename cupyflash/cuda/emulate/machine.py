@@ -20,7 +20,7 @@ from .build import MODES, build, missing
 from .kernel import Function, Memory
 
 _MOST_ARRAYS = 256
-_STATIC_BYTES = 1024  # of shared memory, for kernels of Hopper: kernels_cu/core/emulate/ptx_sm90.cuh
+_STATIC_BYTES = 3072  # of shared memory, for kernels of Hopper: kernels_cu/core/emulate/ptx_sm90.cuh
 # What kernels may write, by name; all those of a backward may write the same.
 _WRITTEN = {
     "forward": ("out", "lse", "partials"),
@@ -55,8 +55,7 @@ class Machine:
     workers : int
         CPU threads that execute blocks; 0 is one a core.
     compute_capability : int
-        Of the GPU that it stands for: it decides families and tile sizes. At 90 there are kernels, those of
-        sm90's backward, that use more of TMA than is emulated.
+        Of the GPU that it stands for: it decides families and tile sizes.
     edit : callable, optional
         Changes the source of every kernel before it is compiled, to see that a fault is found.
 
@@ -155,10 +154,6 @@ class Machine:
             if config.shared_bytes > (limit := shared_limit(self.compute_capability)):
                 raise ValueError(
                     f"the kernel '{config}' needs {config.shared_bytes} bytes of shared memory of {limit}"
-                )
-            if config.family == "sm90" and config.kernel != "forward":
-                raise ValueError(
-                    f"the kernel '{config}' uses more of TMA than is emulated: below 9.0 it is not chosen"
                 )
             source = config.source(emulate=True)
             written = _WRITTEN.get(config.kernel, _WRITTEN_BACKWARD)

@@ -105,18 +105,28 @@ struct alignas(64) TensorMap { u64 address, sizes[5], strides[4]; u32 box[2], it
 CF_DEVICE i32 warpgroup_index() { return i32(thread_index() / 128); }
 CF_DEVICE u32 grid_size() { return emulate::who().blocks; }
 CF_DEVICE void forget() {}
+CF_DEVICE void fence_acq_rel_cta() {}
 template <int N> CF_DEVICE void setmaxnreg_dec() {}
 template <int N> CF_DEVICE void setmaxnreg_inc() {}
 CF_DEVICE void fence_proxy_async_global() {}
 CF_DEVICE u32 atom_inc(u32* counter) { return emulate::increment(counter); }
+CF_UNANNOUNCED inline u32 atom_cas(u32* counter, u32 from, u32 to) {
+  emulate::load_acquire(counter);
+  __atomic_compare_exchange_n(counter, &from, to, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
+  return from;
+}
+CF_UNANNOUNCED inline void st_release_gpu(u32* to, u32 x) {
+  emulate::load_acquire(to);
+  __atomic_store_n(to, x, __ATOMIC_RELEASE);
+}
 
-// Static shared memory is the first 2048 bytes of the block's: 1024 are there for it, and 1024 that on a GPU align what
+// Static shared memory is the first 4096 bytes of the block's: 3072 are there for it, and 1024 that on a GPU align what
 // follows.
 template <class T> CF_DEVICE T& static_shared_storage() {
-  static_assert(sizeof(T) <= 2048, "room for it");
-  return *reinterpret_cast<T*>(emulate::shared_memory(2048));
+  static_assert(sizeof(T) <= 4096, "room for it");
+  return *reinterpret_cast<T*>(emulate::shared_memory(4096));
 }
-CF_DEVICE u32 shared_tiles() { return 2048; }
+CF_DEVICE u32 shared_tiles() { return 4096; }
 
 CF_DEVICE void wgmma_fence(CF_HERE) { emulate::wait_for_warp_in_order({"wgmma_fence", file, line}); }
 CF_DEVICE void wgmma_commit_group() {}
@@ -156,6 +166,33 @@ CF_UNANNOUNCED inline void cp_async_bulk_tensor_5d_store(const TensorMap& map, u
   emulate::for_box(from, map, {c0, c1, c2, c3, c4}, [](u16& shared, u64 address) CF_UNANNOUNCED {
     if (address != 0) emulate::store_at(address, shared);
   });
+}
+
+namespace emulate {
+
+// use(shared, global) for all words of consecutive bytes in both.
+template <class T, class Use> CF_UNANNOUNCED void for_words(u32 shared, T* global, u32 bytes, Use use) {
+  if (shared % 16 != 0 || u64(global) % 16 != 0 || bytes % 16 != 0) fault("TMA: %u bytes that are no chunks", bytes);
+  for (u32 n = 0; n < bytes / 4; ++n) use(*reinterpret_cast<T*>(shared_memory(shared + 4 * n + 4) + shared + 4 * n), global + n);
+}
+inline float word_at(const float* p) { return *p; }
+inline void store_word(float* p, float x) { *p = x; }
+
+}  // namespace emulate
+
+CF_UNANNOUNCED inline void cp_async_bulk_load(u32 to, const void* from, u32 bytes, u32 bar) {
+  emulate::for_words(to, static_cast<const float*>(from), bytes, [](const float& shared, const float* p) CF_UNANNOUNCED {
+    const_cast<float&>(shared) = emulate::word_at(p);
+  });
+  emulate::complete_tx(bar, i32(bytes));
+}
+CF_UNANNOUNCED inline void cp_async_bulk_store(void* to, u32 from, u32 bytes) {
+  emulate::for_words(from, static_cast<float*>(to), bytes, [](float& shared, float* p) CF_UNANNOUNCED {
+    emulate::store_word(p, shared);
+  });
+}
+CF_UNANNOUNCED inline void cp_reduce_async_bulk_add_f32(float* to, u32 from, u32 bytes) {
+  emulate::for_words(from, to, bytes, [](float& shared, float* p) CF_UNANNOUNCED { emulate::add(p, shared); });
 }
 CF_DEVICE void cp_async_bulk_commit_group() {}
 CF_DEVICE void cp_async_bulk_wait_group_read() {}
@@ -198,6 +235,10 @@ CF_DEVICE void stmatrix_x4(u32 to, u32 a, u32 b, u32 c, u32 d, CF_HERE) {
     }
   });
   emulate::shared_at<emulate::Row>(to) = record.got;
+}
+
+CF_DEVICE void st_shared_f32x4(u32 to, float a, float b, float c, float d) {
+  emulate::shared_at<emulate::Elements<float, 4>>(to) = {{a, b, c, d}};
 }
 
 CF_DEVICE float rcp_approx_ftz(float x) { return 1.0f / x; }
