@@ -27,13 +27,13 @@ def small_kernels(cc):
         for dtype, kernel in itertools.product(
             dtypes, (*configs.kernels_of(family.name), *configs.prepost_kernels_of(family.name))
         ):
-            by_a_faster_family, for_wide_head_dims = (dtype, kernel) in covered, kernel == "backward_wide"
-            if by_a_faster_family or for_wide_head_dims:
+            if (dtype, kernel) in covered:  # by a faster family
                 continue
             if kernel in ("row_stats", "finish_queries") and family.name != "sm90":
                 continue
             covered.add((dtype, kernel))
-            if kernel == "backward" and family.name != "simt":  # which has it for plain calls alone
+            # simt has it for plain calls alone, and sm90 has the others for wide head dims.
+            if kernel == "backward" and family.name != "simt":
                 covered |= {(dtype, "backward_q"), (dtype, "backward_kv")}
             for options in bits:
                 dim = SMALL_HEAD_DIM

@@ -12,34 +12,41 @@ from support import DTYPES
 from test_sm90 import ONE_OPTION, OPTIONS, faults, strided
 
 import cupyflash
-from cupyflash.cuda import backward_rows, configs, module, params, sm90_backward, sm90_launch
+from cupyflash.cuda import backward_rows, configs, module, params, sm90_backward, sm90_backward_q, sm90_launch
+from cupyflash.cuda.backward_recipe import backward_recipe
+from cupyflash.cuda.operands import layouts, tensors
 from cupyflash.cuda.plan import planned
+from cupyflash.cuda.recipe import Sizes
 from cupyflash.problem import Problem
 
 cupy = pytest.importorskip("cupy", reason="needs CuPy and NVRTC: pip install '.[test]'")
 nvrtc = cupy.cuda.nvrtc
 
-KERNELS = {64: "backward", 128: "backward", 256: "backward_wide"}
+KERNELS = {64: ("backward",), 128: ("backward",), 256: ("backward_kv", "backward_q")}
 
 
-def config(dim, options=OPTIONS[0], dtype="bfloat16"):
-    return configs.choose("sm90", KERNELS[dim], dtype, dim, dim, options, 90)
+def config(dim, options=OPTIONS[0], dtype="bfloat16", kernel=None):
+    return configs.choose("sm90", kernel or KERNELS[dim][0], dtype, dim, dim, options, 90)
 
 
-@pytest.mark.parametrize("config", [config(64), config(128, OPTIONS[0], "float16"), config(256)], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [config(64), config(128, OPTIONS[0], "float16"), config(256), config(256, kernel="backward_q")],
+    ids=str,
+)
 def test_kernels_compile_to_what_they_are_written_for(config):
     assert faults(config) == []
 
 
 @pytest.mark.full_matrix
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("dim", KERNELS)
-def test_every_kernel_compiles_to_what_it_is_written_for(dim, dtype):
-    assert [fault for options in OPTIONS for fault in faults(config(dim, options, dtype))] == []
+@pytest.mark.parametrize(("dim", "kernel"), [(dim, kernel) for dim in KERNELS for kernel in KERNELS[dim]])
+def test_every_kernel_compiles_to_what_it_is_written_for(dim, kernel, dtype):
+    assert [fault for options in OPTIONS for fault in faults(config(dim, options, dtype, kernel))] == []
 
 
 def test_the_launch_record_is_the_cuda_struct_byte_for_byte():
-    names = ["scale", "unit", "tiles", "key_tiles", "heads", "side_by_side", "group", "ticket", "queries"]
+    names = ["scale", "unit", "tiles", "head_tiles", "heads", "side_by_side", "group", "ticket", "queries"]
     lines = [f"static_assert(sizeof(Launch) == {sm90_backward.LAUNCH_BYTES});"]
     lines += [
         f'static_assert(__INTADDR__(&((Launch*)0)->{name}) == {4 * place}, "{name}");'
@@ -74,9 +81,9 @@ def test_every_option_and_pair_is_planned_here(dtype, d, e):
         if "causal" in options:
             options.pop("query_offset", None)
         p = cupyflash.plan(q, k, v, arch=90, backward=True, **options)
-        main = "backward" if max(d, e) <= 128 else "backward_wide"
+        main = ["backward", "finish_queries"] if max(d, e) <= 128 else ["backward_kv", "backward_q"]
         bias, slopes = "bias" in options, "alibi_slopes" in options
-        expected = ["row_stats", main, "finish_queries", *["backward_bias", "sum_partials"] * bias]
+        expected = ["row_stats", *main, *["backward_bias", "sum_partials"] * bias]
         expected += ["backward_q"] * slopes + ["sum_rows"] * slopes
         assert p.family == "sm90", f"{a} with {b}: {p}"
         assert list(p.kernels) == expected + ["sum_rows"] * ("sinks" in options), f"{a} with {b}: {p}"
@@ -111,21 +118,37 @@ def test_keys_and_values_of_other_broadcasts_are_owned_by_launches_of_their_own(
     assert added == (sm90_backward.IN_TURN, sm90_backward.NOT_WANTED)  # dq is added once
 
 
-@pytest.mark.parametrize("d", [64, 256])
-def test_sums_in_no_order_begin_with_the_first_share_or_at_zero(d):
-    x = np.broadcast_to(np.float16(0), (2, 4, 70, d))
+def test_sums_in_no_order_begin_with_the_first_share():
+    x = np.broadcast_to(np.float16(0), (2, 4, 70, 64))
     recipe = planned(Problem.create(x, x, x, deterministic=False), True, None, 90)[0]
-    clears, main = (["clear_sums"], "backward_wide") if d == 256 else ([], "backward")
-    assert [launch.config.kernel for launch in recipe.launches] == [
-        "row_stats",
-        *clears,
-        main,
-        "finish_queries",
-    ]
-    extras = recipe.launches[-2].extras
-    assert (extras.queries, extras.causal) == (sm90_backward.IN_ANY_ORDER, (2, 2) if clears else (16, 64))
-    if clears:
-        assert recipe.launches[1].grid == 2 * 4 * 128 // backward_rows.ROW_BLOCK
+    kernels = [launch.config.kernel for launch in recipe.launches]
+    assert kernels == ["row_stats", "backward", "finish_queries"]
+    assert recipe.launches[1].extras.queries == sm90_backward.IN_ANY_ORDER
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_wide_heads_share_no_sums(deterministic):
+    x = np.broadcast_to(np.float16(0), (2, 4, 70, 256))
+    recipe = planned(Problem.create(x, x, x, deterministic=deterministic), True, None, 90)[0]
+    _, keys, queries = recipe.launches
+    assert [keys.config.kernel, queries.config.kernel] == ["backward_kv", "backward_q"]
+    assert "dq_sums" not in dict(recipe.workspace)
+    assert (keys.extras.queries, queries.extras.queries) == (sm90_backward.NOT_WANTED,) * 2
+    assert (keys.grid, queries.grid) == (2 * 4 * 2, 2 * 4 * 1)
+    assert (keys.extras.ticket, queries.extras.ticket) == (0, backward_rows.TICKETS - 1)
+
+
+@pytest.mark.parametrize(
+    ("wrt", "kernels"),
+    [("q", ["backward_q"]), ("k", ["backward_kv"]), (("q", "v"), ["backward_kv", "backward_q"])],
+)
+def test_wide_heads_launch_what_is_wanted(wrt, kernels):
+    x = np.broadcast_to(np.float16(0), (2, 4, 70, 256))
+    problem, wanted = Problem.create(x, x, x), frozenset(wrt)
+    arrays = tensors(problem) | {f"d{name}": x for name in wanted} | {"out": x, "dout": x}
+    arrays["lse"] = np.broadcast_to(np.float32(0), (2, 4, 70))
+    recipe = backward_recipe("sm90", 90, Sizes.of(problem), tuple(layouts(arrays).items()), wanted, False)
+    assert [launch.config.kernel for launch in recipe.launches] == ["row_stats", *kernels]
 
 
 def test_heads_are_walked_side_by_side_while_their_queries_fit_the_cache():
@@ -184,3 +207,9 @@ def test_invalid_geometry_is_named():
         "head_dim = 96 must be 64, 128 or 256"
     ]
     assert row._replace(block_kv=64).broken_rules("backward", 4) == ["block_kv = 64 must be 128"]
+    row = sm90_backward_q.TABLE["backward_q", 4, OPTIONS[0]][0]
+    assert row.broken_rules("backward_q", 4) == []
+    assert row._replace(block_q=64, block_kv=40).broken_rules("backward_q", 4) == [
+        "block_q = 64 must be 128: two consumers",
+        "block_kv = 40 must be a multiple of 16",
+    ]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import score_dtype
-from . import backward_rows, sm80, sm80_wide, sm90_backward, sm90_wide_backward
+from . import backward_rows, sm80, sm80_wide, sm90_backward, sm90_backward_q, sm90_wide_backward
 from .configs import Config, in_one_kernel, unordered
 from .params import ADDRESSES, Layout, build_record
 from .recipe import Launch, Layouts, Recipe, Sizes, config_of
@@ -96,12 +96,7 @@ class _Backward:
         return build_record(self.sizes, layouts, owner=owner, splits=splits, accumulate=self.accumulate)
 
     def _add(
-        self,
-        config: Config,
-        grid: int,
-        record: np.ndarray,
-        hidden: Collection[str] = (),
-        extras: sm90_backward.Extras | sm90_wide_backward.Extras | None = None,
+        self, config: Config, grid: int, record: np.ndarray, hidden: Collection[str] = (), extras: Any = None
     ) -> None:
         if grid:
             indices = tuple(ADDRESSES.index(name) for name in hidden)
@@ -146,7 +141,7 @@ class _Backward:
         s, config = self.sizes, self._config("backward")
         if not s.deterministic:
             config = unordered(config)
-        self._reserve_sums(config)
+        self._reserve_sums(config.geometry.head_dim)
         self._row_stats(config)
         if not s.deterministic:
             self._clear_sums(config)
@@ -154,8 +149,8 @@ class _Backward:
         self._add(config, config.geometry.blocks("backward", s, _own(record)), record, {"dq"})
         self._finish_queries(config)
 
-    def _reserve_sums(self, main: Any) -> None:
-        for name, words in backward_rows.workspace(self.sizes, main.geometry.head_dim).items():
+    def _reserve_sums(self, cols: int) -> None:
+        for name, words in backward_rows.workspace(self.sizes, cols).items():
             self._reserve(name, words)
 
     def _row_stats(self, main: Any) -> None:
@@ -224,7 +219,7 @@ class _Backward:
 class _HopperBackward(_Backward):
     """The same on Hopper: one kernel owns keys and values, and hands the gradients of queries on as sums.
 
-    Gradients of a bias and of slopes are left to kernels of sm80: slopes' do not bear weights that are rounded before
+    Queries of wide heads have a kernel of their own. Gradients of a bias and of slopes are left to kernels of sm80: slopes' do not bear weights that are rounded before
     they are summed up.
     """
 
@@ -232,18 +227,18 @@ class _HopperBackward(_Backward):
         if self.sizes.rows == 0:
             return Recipe(())
         kernel = sm90_backward.kernel_for(self.sizes)
-        config = self._config(kernel)
-        self._reserve_sums(config)
+        config, wide = self._config(kernel), kernel == "backward_kv"
+        self._reserve_sums(0 if wide else config.geometry.head_dim)
         if {"bias", "sinks", "slopes"} & self.wrt:
             self._reserve("row_delta", self.sizes.rows)
         if "slopes" in self.wrt:
             self._reserve("slope_rows", self.sizes.rows)
         self._row_stats(config)
-        if "q" in self.wrt and kernel == "backward_wide" and not self.sizes.deterministic:
-            self._clear_sums(config)
-        if {"q", "k", "v"} & self.wrt:
+        if ({"k", "v"} if wide else {"q", "k", "v"}) & self.wrt:
             self._main(kernel, config)
-        if "q" in self.wrt:
+        if "q" in self.wrt and wide:
+            self._wide_queries()
+        elif "q" in self.wrt:
             self._finish_queries(config)
         self.family = "sm80"
         if "bias" in self.wrt:
@@ -256,10 +251,17 @@ class _HopperBackward(_Backward):
         for number, owners in enumerate(self._owners() or [[]]):
             record = self._record((*_SCORES, "dout", *owners), owner=owners[0] if owners else None)
             owned = _own(record)
-            queries = order if "q" in self.wrt and number == 0 else sm90_backward.NOT_WANTED
+            summed = "q" in self.wrt and number == 0 and kernel == "backward"
+            queries = order if summed else sm90_backward.NOT_WANTED
             extras = sm90_backward.Extras.of(config, self.sizes, record, owned, number, queries)
             grid = config.geometry.blocks(kernel, self.sizes, owned)
             self._add(config, grid, record, {"dk", "dv"}.difference(owners), extras)
+
+    def _wide_queries(self) -> None:
+        config, record = self._config("backward_q"), self._record((*_SCORES, "dout", "dq"), owner="dq")
+        numbers = (_own(record), sm90_backward_q.TICKET, sm90_backward.NOT_WANTED)
+        extras = sm90_backward.Extras.of(config, self.sizes, record, *numbers)
+        self._add(config, config.geometry.blocks("backward_q", self.sizes, _own(record)), record, (), extras)
 
 
 class _BackwardOnPlanes(_Backward):

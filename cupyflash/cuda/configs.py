@@ -8,7 +8,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import simt, sm80, sm80_runs, sm80_wide, sm90, sm90_backward, sm90_wide, sm90_wide_backward, source
+from . import (
+    simt,
+    sm80,
+    sm80_runs,
+    sm80_wide,
+    sm90,
+    sm90_backward,
+    sm90_backward_q,
+    sm90_wide,
+    sm90_wide_backward,
+    source,
+)
 from .families import FAMILIES, family_of
 
 Geometry = (
@@ -17,6 +28,7 @@ Geometry = (
     | sm80_wide.Geometry
     | sm90.Geometry
     | sm90_backward.Geometry
+    | sm90_backward_q.Geometry
     | sm90_wide.Geometry
     | sm90_wide_backward.Geometry
 )
@@ -29,7 +41,6 @@ ATTENTION_KERNELS = (
     "forward",
     "decode",
     "backward",
-    "backward_wide",
     "backward_q",
     "backward_kv",
     "backward_bias",
@@ -37,9 +48,9 @@ ATTENTION_KERNELS = (
 PREPOST = "prepost"  # what stands before and after the attention kernels of any family
 # Which of them run beside the kernels of any family, and beside whose.
 _ANY = ("delta", "sum_partials", "sum_rows")
-_ROWS = ("row_stats", "finish_queries", "clear_sums")
+_ROWS = ("row_stats", "finish_queries")
 _BESIDE = {
-    "sm80": (*_ANY, "combine", *_ROWS),
+    "sm80": (*_ANY, "combine", *_ROWS, "clear_sums"),
     "sm90": (*_ANY, *_ROWS),
     "sm90_wide": (*_ANY, "split", "split_all"),
 }
@@ -48,13 +59,19 @@ PREPOST_THREADS = 256
 ELEMENTS = {"float16": "float16", "bfloat16": "bfloat16", "float32": "float", "float64": "double"}
 # By family -> geometries. Keys: (kernel, bytes of the score type), also with the options, also with the architecture.
 TABLES: dict[str, dict[Any, tuple[Any, ...]]] = {
-    "sm90": sm90.TABLE | sm90_backward.TABLE,
+    "sm90": sm90.TABLE | sm90_backward.TABLE | sm90_backward_q.TABLE,
     "sm90_wide": sm90_wide.TABLE | sm90_wide_backward.TABLE,
     "sm80": sm80.TABLE,
     "sm80_wide": sm80_wide.TABLE,
     "simt": simt.TABLE,
 }
-_WITH_WGMMA = sm90.Geometry | sm90_backward.Geometry | sm90_wide.Geometry | sm90_wide_backward.Geometry
+_WITH_WGMMA = (
+    sm90.Geometry
+    | sm90_backward.Geometry
+    | sm90_backward_q.Geometry
+    | sm90_wide.Geometry
+    | sm90_wide_backward.Geometry
+)
 _NEXT = {"sm90_wide": "sm80_wide", "sm80_wide": "simt"}
 WIDER_THAN_ANY = 2**30  # a head dim beyond every bucket
 # KiB of shared memory that a block may have, by the least compute capability it holds from.

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .configs import Config
     from .recipe import Sizes
 
-# kernels_cu/sm90/backward_work.cuh: scale, unit, tiles, key_tiles, heads, side_by_side, group,
-# ticket, queries.
+# kernels_cu/sm90/backward_launch.cuh: scale, unit, tiles, head_tiles, heads, side_by_side,
+# group, ticket, queries.
 _LAUNCH = struct.Struct("=2f7i")
 LAUNCH_BYTES = _LAUNCH.size
 NOT_WANTED, IN_TURN, IN_ANY_ORDER = range(3)  # what a launch does about gradients of queries
@@ -30,10 +30,9 @@ _BY_TMA = tuple(map(ADDRESSES.index, ("q", "k", "v", "dout")))
 _LOG2E = np.float32(1.4426950408889634)
 _HALF_OF_L2 = 32e6  # bytes: queries, their cotangents and sums of the heads that are walked side by side
 # The fewer blocks of a head run at once, the less they wait for one another, and the more often queries are fetched
-# again. Least and most heads side by side under a causal mask, and the least without one up to head dim 128; then
-# wide heads under a mask where blocks add in any order.
+# again: least and most heads side by side under a causal mask, and the least without one. Wide heads do not wait.
 _CAUSAL_HEADS, _CAUSAL_PART, _LEAST_HEADS = (16, 64), 1.5, 4
-_WIDE_HEADS_IN_ANY_ORDER = (2, 2)
+_FREE_HEADS = (1, 64)
 
 
 class Geometry(NamedTuple):
@@ -44,7 +43,7 @@ class Geometry(NamedTuple):
     block_kv: int
     stages: int  # of the pipelines of queries and of their cotangents
     rounded_weights: bool  # gradients of scores from weights that are rounded already: fewer registers
-    shares: int = 1  # shares of dq that wait in shared memory to be added
+    shares: int = 1  # shares of dq that wait in shared memory to be added; none where dq is another kernel's
     producer_registers: int = 24
     consumer_registers: int = 240
 
@@ -80,15 +79,15 @@ class Geometry(NamedTuple):
         """The kernel's products."""
         queries = {"a_by_rows": True, "b_by_rows": True}
         columns = self.head_dim if self.block_q == 128 else self.head_dim // 2
-        return "".join(
-            (
-                wrapper("wgmma_scores", dtype, self.block_q),
-                wrapper("wgmma_scores_first", dtype, self.block_q, first=True),
-                wrapper("wgmma_gradient", dtype, self.head_dim, a_in_registers=True, b_by_rows=True),
-                wrapper("wgmma_queries", dtype, columns, **queries),
-                wrapper("wgmma_queries_first", dtype, columns, first=True, **queries),
-            )
-        )
+        texts = [
+            wrapper("wgmma_scores", dtype, self.block_q),
+            wrapper("wgmma_scores_first", dtype, self.block_q, first=True),
+            wrapper("wgmma_gradient", dtype, self.head_dim, a_in_registers=True, b_by_rows=True),
+        ]
+        if self.shares:
+            texts.append(wrapper("wgmma_queries", dtype, columns, **queries))
+            texts.append(wrapper("wgmma_queries_first", dtype, columns, first=True, **queries))
+        return "".join(texts)
 
     def shared_bytes(self, kernel: str, score_bytes: int) -> int:
         """Dynamic shared memory of a block; the kernel asserts that it uses as much."""
@@ -122,15 +121,15 @@ class Geometry(NamedTuple):
 # By kernel and options that a row is for: none, dropout alone, or any that shapes scores.
 PLAIN = {
     "backward": (Geometry(64, 128, 128, 2, False), Geometry(128, 64, 128, 2, False, shares=2)),
-    "backward_wide": (Geometry(256, 64, 64, 1, True),),
+    "backward_kv": (Geometry(256, 64, 64, 2, True, 0, 40, 232),),
 }
 DROPOUT = {
     "backward": (Geometry(64, 64, 128, 2, False), Geometry(128, 64, 128, 2, True, shares=2)),
-    "backward_wide": PLAIN["backward_wide"],
+    "backward_kv": PLAIN["backward_kv"],
 }
 SHAPED = {
     "backward": (Geometry(64, 64, 128, 2, True), Geometry(128, 64, 128, 2, True, shares=2)),
-    "backward_wide": PLAIN["backward_wide"],
+    "backward_kv": PLAIN["backward_kv"],
 }
 # (kernel, bytes of the score type, options) -> geometries.
 TABLE = {
@@ -142,7 +141,7 @@ TABLE = {
 
 def kernel_for(sizes: Sizes) -> str:
     """The kernel that takes these head dims."""
-    return "backward" if max(sizes.head_dim, sizes.head_dim_v) <= 128 else "backward_wide"
+    return "backward" if max(sizes.head_dim, sizes.head_dim_v) <= 128 else "backward_kv"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,7 +149,7 @@ class Extras:
     """The second and third argument of a launch, but for what each call brings."""
 
     forms: tuple[Form | None, ...]  # of q, k, v and dout; None where there are none
-    key_tiles: int
+    head_tiles: int  # of keys, or in backward_q of queries, of one head
     heads: int
     fitting: float  # heads of which half of the L2 cache holds what is read and written
     least: int  # heads side by side
@@ -173,7 +172,7 @@ class Extras:
         queries: int,
     ) -> Extras:
         """For a launch with that record, which has at most two leading axes."""
-        g, s = config.geometry, sizes
+        g, s, in_turns = config.geometry, sizes, config.kernel == "backward"
         assert g is not None
         tensors = {
             "q": (s.head_dim, s.seqlen_q, s.heads_q, g.block_q),
@@ -185,16 +184,24 @@ class Extras:
             form_of(record, name, s.dtype.name, lengths, (64, box))
             for name, (*lengths, box) in tensors.items()
         ]
-        head_bytes = s.seqlen_q * g.head_dim * 8 * s.heads_q / s.heads_kv
-        heads = owners * s.heads_kv
-        fitting = _HALF_OF_L2 / max(1.0, head_bytes)
-        least = _LEAST_HEADS if g.head_dim <= 128 else 1
-        group = s.heads_q // s.heads_kv
-        free = g.head_dim > 128 and queries == IN_ANY_ORDER
-        causal = _WIDE_HEADS_IN_ANY_ORDER if free else _CAUSAL_HEADS
-        key_tiles = ceil(s.seqlen_k, g.block_kv)
-        natural = any(s.options[:2])
-        return cls(tuple(forms), key_tiles, heads, fitting, least, causal, group, ticket, queries, natural)
+        if config.kernel == "backward_q":
+            head_tiles, heads = ceil(s.seqlen_q, g.block_q), owners * s.heads_q
+            head_bytes = s.seqlen_k * g.head_dim * 4 * s.heads_kv / s.heads_q
+        else:
+            head_tiles, heads = ceil(s.seqlen_k, g.block_kv), owners * s.heads_kv
+            head_bytes = s.seqlen_q * g.head_dim * (8 if in_turns else 4) * s.heads_q / s.heads_kv
+        return cls(
+            forms=tuple(forms),
+            head_tiles=head_tiles,
+            heads=heads,
+            fitting=_HALF_OF_L2 / max(1.0, head_bytes),
+            least=_LEAST_HEADS if in_turns else 1,
+            causal=_CAUSAL_HEADS if in_turns else _FREE_HEADS,
+            group=s.heads_q // s.heads_kv,
+            ticket=ticket,
+            queries=queries,
+            natural=any(s.options[:2]),
+        )
 
     def maps(self, addresses: Sequence[int]) -> bytes:
         """The maps of q, k, v and dout, from the record's addresses."""
@@ -211,8 +218,8 @@ class Extras:
         launch = _LAUNCH.pack(
             scale,
             unit,
-            self.key_tiles * self.heads,
-            self.key_tiles,
+            self.head_tiles * self.heads,
+            self.head_tiles,
             self.heads,
             min(self.heads, side_by_side),
             self.group,

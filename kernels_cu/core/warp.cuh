@@ -1,5 +1,6 @@
 // Hardware words of a warp: exchange of registers. Every lane of the warp calls them together.
 #pragma once
+#include "core/block.cuh"
 #include "core/types.cuh"
 
 #ifdef CUPYFLASH_EMULATE
@@ -14,3 +15,10 @@ CF_DEVICE float shuffle(float x, u32 lane) { return __shfl_sync(0xffffffffu, x, 
 CF_DEVICE double shuffle(double x, u32 lane) { return __shfl_sync(0xffffffffu, x, lane); }          // x of that lane
 
 #endif
+
+// The words a of lanes without the bit `mask` and the words b of those with it stay, the others change places.
+CF_DEVICE void exchange(u32& a, u32& b, u32 mask) {
+  const bool high = (lane_index() & mask) != 0;
+  const u32 got = shuffle_xor(high ? a : b, mask);
+  if (high) a = got; else b = got;
+}

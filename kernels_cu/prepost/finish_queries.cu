@@ -17,13 +17,6 @@ CF_DEVICE bool any_key_is_seen(const Params& p, const Item& item, i32 row) {
   return keys.start < keys.stop;
 }
 
-// The words a of lanes without the bit `mask` and the words b of those with it stay, the others change places.
-CF_DEVICE void exchange(u32& a, u32& b, u32 mask) {
-  const bool high = (lane_index() & mask) != 0;
-  const u32 got = shuffle_xor(high ? a : b, mask);
-  if (high) a = got; else b = got;
-}
-
 CF_DEVICE u32 pair_of(Element low, Element high) {
   union { Packed<Element, 2> pair; u32 word; } x = {{{low, high}}};
   return x.word;

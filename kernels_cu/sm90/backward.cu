@@ -46,6 +46,7 @@
 // In turn each block of a head runs as fast as the slowest before it: the fewer of a head run at once, the less it costs.
 // A choice of four heads side by side without a mask and of 16 to 64 with one gave 1 to 4 % (sm90_backward.py).
 #include "sm90/backward_consumer.cuh"
+#include "sm90/backward_shares.cuh"
 
 constexpr bool kSplitRows = kBlockQ == 128;        // of dq between the warpgroups, else its columns
 static_assert(kGradientAt + 2 * kGradientBytes == kShareAt, "the launch gives what the kernel uses");
@@ -89,14 +90,22 @@ struct Consumer : ConsumerBase {
     if (thread % 32 == 0) mbarrier_arrive(barrier(control.ds_ready, step));
   }
 
-  // The share of the tile before.
+  // The share of the tile before goes to where the herald fetches it, half of it from each consumer.
   CF_DEVICE void prepare_share() const {
-    if (launch.queries != kNotWanted) await_place(ring.number - 1);
+    const u32 share = ring.number - 1;
+    if (launch.queries != kNotWanted) mbarrier_try_wait_parity(barrier(control.share_free, share % kShares), share / kShares % 2 ^ 1);
   }
   CF_DEVICE void hand_on(const Queries& dq) const {
     if (launch.queries == kNotWanted) return;
-    write_share<0>(dq, ring.number - 1), write_share<1>(dq, ring.number - 1);
-    give_share(ring.number - 1);
+    constexpr int kEntries = sizeof(Queries) / 4;
+    static_assert(kEntries * 4 * 256 == kShareBytes, "of 256 threads");
+    const u32 share = ring.number - 1, half = share % kShares * 2 + number;
+    const u32 to = tiles + kShareAt + half * (kShareBytes / 2) + i32(opaque(thread)) * 16;
+    CF_UNROLL
+    for (int n = 0; n < kEntries / 4; ++n) st_shared_f32x4(to + n * 2048, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
+    fence_proxy_async();
+    warp_barrier();
+    if (thread % 32 == 0) mbarrier_arrive(barrier(control.share_there, share));
   }
 
   CF_DEVICE void clear() {
@@ -169,7 +178,7 @@ struct Consumer : ConsumerBase {
     start_queries_of(dq, step() - 1);
     prepare_share();
     wgmma_wait_group<0>();
-    if (leader()) mbarrier_arrive(barrier(control.ds_free, step() - 1));
+    if (leader()) mbarrier_arrive(barrier(control.ds_free, step() - 1)), mbarrier_arrive(shared_address(&control.k_free));
     hand_on(dq);
   }
 
@@ -188,8 +197,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     cupyflash_backward(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps,
                        const __grid_constant__ Launch launch) {
   Control& control = static_shared_storage<Control>();
-  initialise(control, launch);
-  if (warpgroup_index() == 0) return serve(p, maps, launch, control);
+  initialise(control, launch.queries != kNotWanted);
+  if (warpgroup_index() == 0) return serve_shares(p, maps, launch, control);
   setmaxnreg_inc<kConsumerRegisters>();
   Consumer consumer{{p, launch, control, warpgroup_index() - 1, i32(thread_index()) % 128, shared_tiles()}};
   if (consumer.number == 1) bar_arrive(kTurn, 256);      // the first one begins

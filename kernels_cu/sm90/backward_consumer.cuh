@@ -58,41 +58,6 @@ struct ConsumerBase {
     fence_proxy_async();
   }
 
-  // A share of gradients of queries goes to where the herald fetches it, half of it from each consumer.
-  CF_DEVICE void await_place(u32 share) const {
-    mbarrier_try_wait_parity(barrier(control.share_free, share % kShares), share / kShares % 2 ^ 1);
-  }
-  // Half kHalf of the entries.
-  template <int kHalf, int kEntries> CF_DEVICE void write_share(const float (&dq)[kEntries], u32 share) const {
-    static_assert(kEntries * 4 * 256 == kShareBytes, "of 256 threads");
-    const u32 half = share % kShares * 2 + number, to = tiles + kShareAt + half * (kShareBytes / 2) + i32(opaque(thread)) * 16;
-    CF_UNROLL
-    for (int n = kHalf * kEntries / 8; n < (kHalf + 1) * kEntries / 8; ++n) {
-      st_shared_f32x4(to + n * 2048, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
-    }
-  }
-  CF_DEVICE void give_share(u32 share) const {
-    fence_proxy_async();
-    warp_barrier();
-    if (thread % 32 == 0) mbarrier_arrive(barrier(control.share_there, share));
-  }
-
-  // Without the herald: each consumer adds its half of the share itself.
-  CF_DEVICE void await_half() const {
-    if (leader()) cp_async_bulk_wait_group_read();
-    barrier_of_warpgroup();
-  }
-  CF_DEVICE void add_half(u32 share) const {
-    fence_proxy_async();
-    barrier_of_warpgroup();                // the half is there
-    if (!leader()) return;
-    const QueryTile& tile = control.query_tiles[share % 4];
-    float* sums = dq_sums_of(p, work().item, tile.head, kHeadDim) + i64(tile.tile) * (kShareBytes / 4);
-    const u32 from = tiles + kShareAt + number * (kShareBytes / 2);
-    cp_reduce_async_bulk_add_f32(sums + number * (kShareBytes / 8), from, kShareBytes / 2);
-    cp_async_bulk_commit_group();
-  }
-
   // Of every piece of work: steps.begin(), steps.query_tile() and steps.end(); steps.store() where it closes.
   template <class Steps> CF_DEVICE void walk(Steps& steps) {
     steps.clear();
@@ -110,13 +75,11 @@ struct ConsumerBase {
       while (ring.number != work().end) steps.query_tile();
       if (work().any()) {
         steps.end();
-        if (leader()) mbarrier_arrive(shared_address(&control.k_free));
       }
       if (work().closes) steps.store(), steps.clear();
       barrier_of_warpgroup();              // `work` has been read
       if (leader()) mbarrier_arrive(barrier(control.work_free, slot.stage()));
       slot.advance();
     }
-    cp_async_bulk_wait_group();
   }
 };

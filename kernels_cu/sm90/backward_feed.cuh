@@ -1,18 +1,13 @@
-// The threads that serve the consumers, and the barriers through which they all speak.
-//
-// The scheduler prepares work, the producer loads tiles. The usher waits, a tile ahead, until the blocks before have added
-// their shares of the gradient of a query tile; the consumers leave theirs in shared memory; the herald adds it and tells
-// the next block. So the consumers wait for a free place alone, and who has fallen behind can catch up. In any order the
-// usher waits for the first share of a query tile alone, which is stored and not added.
+// The threads that serve the consumers, and the barriers through which they all speak: the scheduler prepares work, the
+// producer loads tiles.
 #pragma once
 #include "sm90/backward_work.cuh"
 
 constexpr i32 kPanels = ceil_div(kHeadDim, 64);
 constexpr u32 kKeyBytes = kBlockKV * 128 * kPanels, kQueryBytes = kBlockQ * 128 * kPanels;
-// Places in shared memory. Shares of gradients of queries come last; what lies before them differs from kernel to kernel.
+// Places in shared memory. What lies behind tiles differs from kernel to kernel.
 constexpr u32 kKAt = 0, kVAt = kKAt + kKeyBytes, kQAt = kVAt + kKeyBytes, kOAt = kQAt + kStages * kQueryBytes;
-constexpr u32 kGradientAt = kOAt + kStages * kQueryBytes, kGradientBytes = kBlockKV * kBlockQ * 2;      // two of dA
-constexpr u32 kShareBytes = kBlockQ * kHeadDim * 4, kShareAt = kSharedBytes - 1024 - kShares * kShareBytes;
+constexpr u32 kGradientAt = kOAt + kStages * kQueryBytes, kGradientBytes = kBlockKV * kBlockQ * 2;      // of dA
 
 // The block's turn to add its share of a query tile.
 struct Turn {
@@ -21,15 +16,7 @@ struct Turn {
   u32 number;            // shares before, or whether there is one; the first is stored, not added
 };
 
-// In any order a counter is 1 as soon as a block has claimed the first share, and this when it has been stored.
-constexpr u32 kStored = 2;
-
 struct QueryTile { i32 head, tile; };
-
-// Whether there are usher and herald. In any order, wide shares are added by the consumers, each its half.
-CF_DEVICE bool has_herald(const Launch& launch) {
-  return launch.queries == kInTurn || (kHeadDim <= 128 && launch.queries == kInAnyOrder);
-}
 
 // Ready barriers end a phase when what they are named after may be read, free barriers when all have read it.
 struct Control {
@@ -73,9 +60,9 @@ CF_DEVICE void initialise_barriers(Control& control, bool ushered) {
 }
 
 // By all threads of the block.
-CF_DEVICE void initialise(Control& control, const Launch& launch) {
+CF_DEVICE void initialise(Control& control, bool ushered) {
   if (thread_index() < kBlockQ) control.zeros[thread_index()] = 0.0f;
-  if (thread_index() == 0) initialise_barriers(control, has_herald(launch));
+  if (thread_index() == 0) initialise_barriers(control, ushered);
   block_barrier();                         // the barriers are there
 }
 
@@ -170,76 +157,10 @@ struct Producer {
   }
 };
 
-// ---- usher: one thread
-
-CF_DEVICE void usher(const Params& p, const Launch& launch, Control& control) {
-  Ring<2> &slot = control.ushered, &ring = control.turns;
-  while (true) {
-    const Work& work = control.work[slot.stage()];
-    mbarrier_try_wait_parity(barrier(control.work_ready, slot.stage()), slot.parity());
-    if (work.tile < 0) break;
-    CF_UNROLL_1
-    for (i32 head = work.head_kv * launch.group; head < (work.head_kv + 1) * launch.group; ++head) {
-      CF_UNROLL_1
-      for (i32 tile = work.last; tile >= work.first; --tile) {
-        Turn& turn = control.turn[ring.stage()];
-        mbarrier_try_wait_parity(barrier(control.turn_taken, ring.stage()), ring.parity() ^ 1);
-        turn.sums = dq_sums_of(p, work.item, head, kHeadDim) + i64(tile) * kBlockQ * kHeadDim;
-        forget();                          // step by step: it has few registers
-        turn.counter = turns_of(p, work.item, head) + tile;
-        forget();
-        if (launch.queries == kInTurn) {
-          turn.number = turn_of(work.sight, tile, work.tile);
-          wait_for_count(turn.counter, turn.number);
-        } else {
-          turn.number = atom_cas(turn.counter, 0, 1);
-          if (turn.number != 0) wait_for_count(turn.counter, kStored);
-        }
-        mbarrier_arrive(barrier(control.turn_ready, ring.stage()));
-        ring.advance();
-      }
-    }
-    mbarrier_arrive(barrier(control.work_free, slot.stage()));
-    slot.advance();
-  }
-  mbarrier_try_wait_parity(barrier(control.turn_taken, ring.stage()), ring.parity() ^ 1);
-  control.turn[ring.stage()].sums = nullptr;
-  mbarrier_arrive(barrier(control.turn_ready, ring.stage()));
-}
-
-// ---- herald: one thread. It adds the shares and tells the next block.
-
-CF_DEVICE void herald(const Launch& launch, Control& control) {
-  Ring<2> ring;
-  while (true) {
-    mbarrier_try_wait_parity(barrier(control.turn_ready, ring.stage()), ring.parity());
-    const Turn turn = control.turn[ring.stage()];
-    if (turn.sums == nullptr) break;
-    mbarrier_try_wait_parity(barrier(control.share_there, ring.stage()), ring.parity());
-    mbarrier_arrive(barrier(control.turn_taken, ring.stage()));
-    const u32 place = ring.number % kShares, from = shared_tiles() + kShareAt + place * kShareBytes;
-    fence_proxy_async_global();            // what the block before added comes first
-    if (turn.number == 0) cp_async_bulk_store(turn.sums, from, kShareBytes);
-    else cp_reduce_async_bulk_add_f32(turn.sums, from, kShareBytes);
-    cp_async_bulk_commit_group();
-    cp_async_bulk_wait_group_read();
-    mbarrier_arrive(barrier(control.share_free, place));
-    if (launch.queries == kInTurn || turn.number == 0) {
-      cp_async_bulk_wait_group();
-      fence_proxy_async_global();
-      st_release_gpu(turn.counter, launch.queries == kInTurn ? turn.number + 1 : kStored);
-    }
-    ring.advance();
-  }
-  cp_async_bulk_wait_group();
-}
-
 // ---- the warpgroup that serves
 
 CF_DEVICE void serve(const Params& p, const TensorMaps& maps, const Launch& launch, Control& control) {
   setmaxnreg_dec<kProducerRegisters>();
   if (thread_index() == 0) Producer{p, maps, launch, control}.produce();
   if (thread_index() == 32) schedule(p, launch, control);
-  if (thread_index() == 64 && has_herald(launch)) usher(p, launch, control);
-  if (thread_index() == 96 && has_herald(launch)) herald(launch, control);
 }

@@ -6,28 +6,10 @@
 // is added in turn: for every query tile the key tiles go from left to right, so that sums are the same in every run.
 // Blocks take key tiles from left to right, too, and by ticket: who waits, waits for one that has started before.
 #pragma once
-#include "attn/backward_rows.cuh"
 #include "attn/dropout.cuh"
 #include "attn/schedule.cuh"
 #include "attn/score.cuh"
-#include "core/block.cuh"
-#include "core/ptx_sm90.cuh"
-
-// The third parameter: what the call adds to Params. cupyflash/cuda/sm90_backward.py packs it.
-struct Launch {
-  float scale, unit;     // scores to natural units, and what the kernel keeps as a score to powers of two
-  i32 tiles;             // key tiles of all heads and owners
-  i32 key_tiles;         // of one head
-  i32 heads;             // kv heads of all owners
-  i32 side_by_side;      // kv heads that are walked together, so that their queries stay in the L2 cache
-  i32 group;             // query heads of a kv head
-  i32 ticket;            // number of this launch's ticket counter
-  i32 queries;           // what is done about gradients of queries: a QueryGradients
-};
-
-enum QueryGradients : i32 { kNotWanted = 0, kInTurn = 1, kInAnyOrder = 2 };
-
-struct TensorMaps { TensorMap q, k, v, dout; };
+#include "sm90/backward_launch.cuh"
 
 constexpr i32 kConsumers = 2, kConsumerKeys = 64;
 
@@ -48,7 +30,7 @@ struct Work {
 };
 
 CF_DEVICE void own(Work& work, const Params& p, const Launch& launch, u32 ticket) {
-  const u32 per_group = launch.key_tiles * launch.side_by_side;
+  const u32 per_group = launch.head_tiles * launch.side_by_side;
   const u32 first = ticket / per_group * launch.side_by_side, rest = ticket % per_group;
   const u32 size = larger(smaller(u32(launch.heads) - first, u32(launch.side_by_side)), 1u);      // none is left: any number
   work.loop = 0;
@@ -59,21 +41,6 @@ CF_DEVICE void own(Work& work, const Params& p, const Launch& launch, u32 ticket
   work.own /= u32(p.heads_kv);
 }
 
-// Point `own` of own[] and point `loop` of loop[]. Divisions are slow, and mostly there is one axis.
-CF_DEVICE void place(Item& item, const Params& p, u32 own, u32 loop) {
-  u32 number = 0, weight = 1;
-  CF_UNROLL
-  for (i32 axis = kLeadAxes - 1; axis >= 0; --axis) {
-    u32 at = 0;
-    if (p.own[axis] > 1) at = own % u32(p.own[axis]), own /= u32(p.own[axis]);
-    if (p.loop[axis] > 1) at = loop % u32(p.loop[axis]), loop /= u32(p.loop[axis]);
-    item.at[axis] = at;
-    number += weight * at;
-    weight *= p.lead[axis];
-  }
-  item.number = number;
-}
-
 // Step by step through shared memory: the scheduler has few registers.
 CF_DEVICE void prepare(Work& work, const Work& before, const Params& p, const Launch& launch) {
   Visibility& sight = work.sight;
@@ -81,13 +48,7 @@ CF_DEVICE void prepare(Work& work, const Work& before, const Params& p, const La
   fence_acq_rel_cta();
   place(work.item, p, work.own, work.loop);
   fence_acq_rel_cta();
-  sight.q_length = q_length_of(p, work.item);
-  fence_acq_rel_cta();
-  sight.kv_length = kv_length_of(p, work.item);
-  fence_acq_rel_cta();
-  sight.offset = offset_of(p, work.item, sight.q_length, sight.kv_length);
-  sight.left = p.call.left, sight.right = p.call.right;
-  fence_acq_rel_cta();
+  find_sight(sight, p, work.item);
   const i32 col = work.tile * kBlockKV;
   work.first = sight.rows_of_some(col, col + kBlockKV).start;
   fence_acq_rel_cta();
@@ -114,15 +75,6 @@ CF_DEVICE void prepare(Work& work, const Work& before, const Params& p, const La
 CF_DEVICE u32 turn_of(const Visibility& sight, i32 tile, i32 n) {
   return n - sight.keys_of_some(tile * kBlockQ, tile * kBlockQ + kBlockQ).start / kBlockKV;
 }
-
-// Where a pipeline stands: the number of the next thing in it. Who waits for something ready takes `parity`, who waits
-// for a free place takes the other one: the first such wait falls through.
-template <u32 kCount> struct Ring {
-  u32 number = 0;
-  CF_DEVICE u32 stage() const { return number % kCount; }
-  CF_DEVICE u32 parity() const { return number / kCount % 2; }
-  CF_DEVICE void advance() { ++number; }
-};
 
 // A wgmma operand in shared memory, 128-byte rows swizzled. stride: of 64-column panels, where columns are not what is
 // summed over.
