@@ -219,8 +219,8 @@ class _Backward:
 class _HopperBackward(_Backward):
     """The same on Hopper: one kernel owns keys and values, and hands the gradients of queries on as sums.
 
-    Queries of wide heads have a kernel of their own. Gradients of a bias and of slopes are left to kernels of sm80: slopes' do not bear weights that are rounded before
-    they are summed up.
+    Queries of wide heads have a kernel of their own. Gradients of a bias and of slopes are left to kernels of sm80:
+    slopes' do not bear weights that are rounded before they are summed up.
     """
 
     def recipe(self) -> Recipe:

@@ -18,7 +18,7 @@ def padded_rows(sizes: Sizes) -> int:
 
 
 def workspace(sizes: Sizes, cols: int) -> dict[str, int]:
-    """Arrays of the workspace and their lengths in words of four bytes; sums have so many columns, or are not there."""
+    """Arrays of the workspace and their lengths in words of four bytes; sums have so many columns, if any."""
     rows = padded_rows(sizes)
     words = {"row_stats": 2 * rows, "dq_sums": rows * cols, "turns": TICKETS + rows // ROW_BLOCK}
     return {name: count for name, count in words.items() if count}
