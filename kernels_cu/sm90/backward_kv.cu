@@ -1,4 +1,4 @@
-// Backward on Hopper's tensor cores, head dims up to 256: dk and dv of one tile of keys; dq is sm90/backward_q.cu's.
+// Backward on Hopper's tensor cores, head dims from 129 to 256: dk and dv of one tile of keys; dq is sm90/backward_q.cu's.
 //
 // The mathematics of sm90/backward.cu; dk and dv of 64 keys fill the registers of a warpgroup each, so the gradients are
 // split and not the keys: the first consumer computes S^T and the weights and owns dv, the second dP^T and dA and owns dk.
@@ -11,7 +11,19 @@
 //
 // Shared memory: K | V | Q x 2 | dO x 2 | weights and derivatives x 2; barriers and row numbers beside them.
 //
-// @@LADDER
+// TFLOP/s at head dim 256, five products counted, full / causal, all launches together (H200, 2026-11-30, bfloat16):
+//
+//                                                        1024 keys       4096            16384
+//   one kernel, dq in turn, dq's shares by the herald    319 / 242       374 / 322       362 / 341
+//   one kernel, dq in any order, each consumer its half  329 / 263       426 / 392       430 / 432
+//   this and backward_q, a block a query tile            380 / 303       459 / 434       477 / 502
+//   (cuDNN 9.19 beside them, in any order                295 / 256       401 / 371       363 / 404)
+//   K and V free at the last tile, results without       384 / 312
+//     waiting, blocks of backward_q stay                 (289 / 254)
+//
+// One kernel had room for one tile of Q and dO beside the 64 KB of a share, so that each tile waited for its loads, and
+// asked 64 KB of sums a tile of the L2 cache. Of what is executed, four products here ran at 620 and 656 TFLOP/s at 4096
+// and 16384 keys, three in backward_q at 662 and 684, row_stats counted with both. Turns of the consumers gave nothing here.
 #include "sm90/backward_consumer.cuh"
 
 constexpr u32 kHandedAt = kGradientAt, kHandedBytes = 2 * kGradientBytes;      // weights, derivatives behind them

@@ -12,9 +12,7 @@
 //   consumer A    S9 dP9 .dA.   dq9 S8 dP8 .dA.   dq8 S7 dP7 ...
 //   consumer B           S9 dP9 .dA.   dq9 S8 dP8 .dA.   ...
 //
-// Shared memory: Q | dO | K x kStages | V; barriers and work beside them.
-//
-// @@LADDER
+// Shared memory: Q | dO | K x kStages | V; barriers and work beside them. What all of this gives: sm90/backward_kv.cu.
 #include "sm90/backward_q_scores.cuh"
 
 constexpr float kLog2e = 1.4426950408889634f;
