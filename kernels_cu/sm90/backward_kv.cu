@@ -18,12 +18,14 @@
 //   one kernel, dq in any order, each consumer its half  329 / 263       426 / 392       430 / 432
 //   this and backward_q, a block a query tile            380 / 303       459 / 434       477 / 502
 //   (cuDNN 9.19 beside them, in any order                295 / 256       401 / 371       363 / 404)
-//   K and V free at the last tile, results without       384 / 312
-//     waiting, blocks of backward_q stay                 (289 / 254)
+//   K and V free at the last tile, results without
+//     waiting, blocks of backward_q stay                 390 / 307       451 / 445       472 / 476
+//   (cuDNN beside it, in another run                     296 / 256       381 / 357       351 / 378)
 //
-// One kernel had room for one tile of Q and dO beside the 64 KB of a share, so that each tile waited for its loads, and
-// asked 64 KB of sums a tile of the L2 cache. Of what is executed, four products here ran at 620 and 656 TFLOP/s at 4096
-// and 16384 keys, three in backward_q at 662 and 684, row_stats counted with both. Turns of the consumers gave nothing here.
+// In one kernel the order was compiled in. It had room for one tile of Q and dO beside the 64 KB of a share, so that each
+// tile waited for its loads, and asked 64 KB of sums a tile of the L2 cache. Of what is executed, four products here ran
+// at 620 and 656 TFLOP/s at 4096 and 16384 keys, three in backward_q at 662 and 684, row_stats counted with both. Turns
+// of the consumers gave nothing here, and -1 to 3 % in backward_q.
 #include "sm90/backward_consumer.cuh"
 
 constexpr u32 kHandedAt = kGradientAt, kHandedBytes = 2 * kGradientBytes;      // weights, derivatives behind them
