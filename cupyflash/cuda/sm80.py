@@ -37,7 +37,7 @@ class Geometry(NamedTuple):
     held: bool = False  # forward: a warp's queries stay in registers
     paired: bool = False  # forward: two warps share rows, and part keys and columns
     addends: bool = False  # a mask or a bias is staged in shared memory
-    drops: bool = False  # backward: flags of dropout are there, too
+    drops: bool = False  # backward: flags of dropout have a place of their own there
     split: bool = False  # forward: keys are cut into runs
     ordered: bool = True  # backward: adds to dq in a fixed order
     stages: int = 0  # decode, backward_bias: slices on their way, and the one that is read
@@ -206,7 +206,7 @@ _ROWS = {
         _row(64, 1, 16, 32, 16, 256)._replace(stages=2),
     ),
     ("backward", PLAIN): _BACKWARD,
-    ("backward", DROPOUT): _BACKWARD[1:],  # flags do not fit beside the first
+    ("backward", DROPOUT): _BACKWARD,
     ("backward", ANY): (
         _row(256, 1, 64, 128, 32, 64),
         _row(256, 1, 64, 64, 16, 64),
@@ -251,7 +251,11 @@ def _rows(kernel: str, options: tuple[bool, ...]) -> tuple[Geometry, ...]:
     """The rows of a kernel with these options."""
     group = ANY if any(options[:2]) else DROPOUT if options[2] else PLAIN
     rows = _ROWS.get((kernel, group), _ROWS.get((kernel, ANY), ()))
-    return tuple(row._replace(addends=options[0], drops=options[2]) for row in rows)
+    shaped = any(options[:2])
+    return tuple(
+        row._replace(addends=options[0], drops=options[2] and (shaped or row.head_dim > SMALL_HEAD_DIM))
+        for row in rows
+    )
 
 
 # (kernel, bytes of the score type, options) -> geometries

@@ -145,7 +145,7 @@ struct Backward : Pair {
         // The second warps will wait for their adds to be seen, and would wait for their copies, too.
         if (first_of_pair && x + 1 < pass.tiles) load_queries(x + 1), load_stats(x + 1);
         cp_async_commit_group();
-        if (kKeysInRegisters && x == 0) load_operand(own_keys, first_of_pair ? shared : shared + kAtV, read_keys, 0);
+        if (kKeysInRegisters && x == 0) hold_keys(first_of_pair);
         if (!first_of_pair) sum_queries(x - 2);
         if (thread_index() == kThreads / 2 && x + 2 < pass.tiles) pass.begin_tile(p, x + 2);
         if (x >= 0 && x < pass.tiles) {

@@ -42,7 +42,7 @@ struct Backward : Pair {
         cp_async_commit_group();
         if (thread_index() == kThreads / 2 && x + 2 < pass.tiles) pass.begin_tile(p, x + 2);
         if (x < 0) continue;
-        if (kKeysInRegisters && x == 0) load_operand(own_keys, first_of_pair ? shared : shared + kAtV, read_keys, 0);
+        if (kKeysInRegisters && x == 0) hold_keys(first_of_pair);
         const bool whole = sees_whole(x);
         CF_UNROLL_1
         for (i32 step_row = 0; step_row < kBlockQ; step_row += kStep) {

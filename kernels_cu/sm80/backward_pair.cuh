@@ -37,7 +37,8 @@ constexpr i32 kAtV = TileK::kBytes, kAtQ = kAtV + TileV::kBytes, kAtO = kAtQ + 2
 constexpr i32 kWeightStages = kStep < kBlockQ ? 2 : 1;      // a pair meets at each step, the block at each tile
 constexpr i32 kAtWeights = kAtO + 2 * TileO::kBytes, kAtRows = kAtWeights + kWeightStages * kPairs * kWeightBytes;
 constexpr i32 kAtAddends = kAtRows + 4 * kBlockQ * 4, kAtFlags = kAtAddends + kPairs * kAddendBytes;
-constexpr i32 kFlagBytes = kDropout ? 128 : 0, kAtPass = kAtFlags + kWeightStages * kWarps * kFlagBytes;
+constexpr i32 kFlagBytes = kDropout ? kWeightStages * kWarps * 128 : 0;
+constexpr i32 kAtPass = kAtFlags + (kKeysInRegisters ? 0 : kFlagBytes);      // then flags take the place of V
 constexpr i32 kPairsEnd = kAtPass + kPassBytes;
 
 struct Pair {
@@ -58,9 +59,8 @@ struct Pair {
   CF_DEVICE u32 weights_of(i32 step) const {
     return shared + kAtWeights + (pair * kWeightStages + step % kWeightStages) * kWeightBytes + lane_index() * 16;
   }
-  CF_DEVICE u32 flags_of(i32 step, i32 warp_of_pair) const {
-    const i32 place = (step % kWeightStages * kPairs + pair) * 2 + warp_of_pair;
-    return shared + kAtFlags + place * kFlagBytes + lane_index() * 4;
+  CF_DEVICE u32 flags_of(i32 step) const {
+    return shared + (kKeysInRegisters ? kAtV : kAtFlags) + (pair * kWeightStages + step % kWeightStages) * 256 + lane_index() * 8;
   }
   CF_DEVICE u32 row_stats(i32 x) const { return shared + kAtRows + u32(x) % 2u * (2 * kBlockQ * 4); }      // lse, delta
 
@@ -85,6 +85,12 @@ struct Pair {
     const i32 me = kWideDim > 128 ? i32(opaque(thread_index())) : i32(thread_index());
     load_tile<TileK>(shared, k, pass.col(), pass.sight.kv_length, p.head_dim, me);
     load_tile<TileV>(shared + kAtV, v, pass.col(), pass.sight.kv_length, p.head_dim_v, me);
+  }
+
+  // The keys of the block are there.
+  CF_DEVICE void hold_keys(bool first_of_pair) {
+    load_operand(own_keys, first_of_pair ? shared : shared + kAtV, read_keys, 0);
+    if constexpr (kDropout) block_barrier();      // nobody reads V any more
   }
 
   // Starts copies of tile x, in the first warps of the pairs.
@@ -137,20 +143,21 @@ struct Pair {
     }
   };
 
-  // The flags of one warp of the pair, left to the other.
-  template <int kWarpOfPair> CF_DEVICE void leave_flags(Flags& flags, i32 x, i32 step_row) const {
+  // One warp of the pair works its flags out; when the pair has met, both take all.
+  template <int kWarpOfPair> CF_DEVICE void leave_flags(i32 x, i32 step_row) const {
     if constexpr (!kDropout) return;
     const Dropper dropper = dropper_of(p, pass.item, pass.at(x).head);
     const i32 row = pass.at(x).row + step_row;
-    flags.of[kWarpOfPair] = dropper.turned_flags<kOwnGroups>([&](int n) {
+    const u32 flags = dropper.turned_flags<kOwnGroups>([&](int n) {
       const int group = n + (kWarpOfPair == 0 ? 0 : kGroups - kOwnGroups);
       return Group{row + group / (kR / 2) * 16, col() + group % (kR / 2) * 16};
     });
-    st_shared_32(flags_of(step_number(x, step_row), kWarpOfPair), flags.of[kWarpOfPair]);
+    st_shared_32(flags_of(step_number(x, step_row)) + 4 * kWarpOfPair, flags);
   }
-  // Those of the other warp, when the pair has met.
-  template <int kWarpOfPair> CF_DEVICE void take_flags(Flags& flags, i32 x, i32 step_row) const {
-    if constexpr (kDropout) flags.of[kWarpOfPair] = bits_of(ld_shared_f32(flags_of(step_number(x, step_row), kWarpOfPair)));
+  CF_DEVICE Flags take_flags(i32 x, i32 step_row) const {
+    float first = 0.0f, second = 0.0f;
+    if constexpr (kDropout) ld_shared_f32x2(first, second, flags_of(step_number(x, step_row)));
+    return {{bits_of(first), bits_of(second)}};
   }
 
   static CF_DEVICE i32 step_number(i32 x, i32 step_row) { return x * (kBlockQ / kStep) + step_row / kStep; }
@@ -158,8 +165,7 @@ struct Pair {
   // What the first warp of a pair does with a step: weights into shared memory and into dv.
   CF_DEVICE void give_weights(Accumulator& dv, i32 x, i32 step_row, bool whole) const {
     const i32 head = pass.at(x).head, row = pass.at(x).row + step_row;
-    Flags flags;
-    leave_flags<0>(flags, x, step_row);
+    leave_flags<0>(x, step_row);
     const ScoreRules<true> rules{score_terms_of<float>(p, pass.item, head), pass.sight};
     Scores s, derivative;
     const Reader<TileQ, false> own_read = kReaders ? read_q : Reader<TileQ, false>(0, 0, own_lane());
@@ -202,8 +208,7 @@ struct Pair {
     CF_UNROLL
     for (int n = 0; n < kGroups; ++n) st_shared_128(to + n * 512, given.word[n / (kR / 2)][n % (kR / 2)]);
     barrier_sync_aligned(1 + pair, 64);      // weights and flags are there; those of two steps ago have been read
-    take_flags<1>(flags, x, step_row);
-    if constexpr (kDropout) drop(kept, flags);
+    if constexpr (kDropout) drop(kept, take_flags(x, step_row));
     multiply<TileO, kStep>(dv, kept, o_tile(x), Reader<TileO, true>(0, 0, own_lane()), step_row);
   }
 
@@ -220,8 +225,7 @@ struct Pair {
   template <class Meanwhile, class Leave>
   CF_DEVICE void take_weights(Accumulator& dk, i32 x, i32 step_row, bool whole, Meanwhile meanwhile, Leave leave) const {
     Scores dp;
-    Flags flags;
-    leave_flags<1>(flags, x, step_row);
+    leave_flags<1>(x, step_row);
     const Reader<TileO, false> own_read = kReaders ? read_o : Reader<TileO, false>(0, 0, own_lane());
     multiply_keys<TileO, kHeadDimV>(dp, shared + kAtV, o_tile(x), own_read, step_row);
     meanwhile();
@@ -231,7 +235,7 @@ struct Pair {
     CF_UNROLL
     for (int w = 0; w < kC; w += 2) ld_shared_f32x2(delta[w], delta[w + 1], delta_at + w / 2 * 32);
     barrier_sync_aligned(1 + pair, 64);      // as above
-    take_flags<0>(flags, x, step_row);
+    const Flags flags = take_flags(x, step_row);
     CF_UNROLL
     for (int n = 0; n < kGroups; ++n) {
       const int k = n / (kR / 2), t = n % (kR / 2);
