@@ -47,26 +47,6 @@ CF_DEVICE Score weigh_runs(Score (&weight)[kOwnRuns], const Score* lses, i64 str
   return top == Limits<Score>::infinity() ? top : top + logarithm(total);
 }
 
-// Where a row's results go.
-struct Place {
-  Item item;
-  i32 head, row;
-  bool live;      // below the query length
-  Score sink;
-  i64 out_row;
-
-  CF_DEVICE Place(const Params& p, u32 own, i32 head, i32 row) : item(item_at(p, own, 0)), head(head), row(row) {
-    live = row < visibility_of(p, item).q_length;
-    sink = p.call.sinks == nullptr ? -Limits<Score>::infinity()
-                                   : load_kind<Score>(p.call.sinks, p.sinks_kind, head_index(p.sinks, item, head));
-    out_row = lead_offset(p.out.lead, item) + p.out.head * head + p.out.row * row;
-  }
-
-  CF_DEVICE void store_lse(const Params& p, Score lse) const {
-    *rows_of<Score>(p.call.lse, p.lse, item, head).at(row, 0) = live ? lse : -Limits<Score>::infinity();
-  }
-};
-
 extern "C" __global__ void __launch_bounds__(kCombineThreads) cupyflash_combine(const Params p) {
   const i32 rows = p.heads_q * p.seqlen_q, slices = larger(1, ceil_div(p.head_dim_v, kSlice));
   const u32 units = u32(rows) * u32(slices), blocks = (units + kCombineThreads / 32 - 1) / (kCombineThreads / 32);
@@ -74,10 +54,17 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads) cupyflash_combine(
   if (unit >= units) return;
   const u32 own = block_index() / blocks;
   const i32 number = unit / u32(slices), slice = unit % u32(slices), row = number % p.seqlen_q, head = number / p.seqlen_q;
+  const Item item = item_at(p, own, 0);
   const i64 all = i64(points(p.own)) * rows, at = i64(own) * rows + number;
   const Score* outs = static_cast<const Score*>(p.call.partials) + at * p.head_dim_v;
   const Score* lses = static_cast<const Score*>(p.call.partials) + p.splits * all * p.head_dim_v + at;
+  const bool live = row < visibility_of(p, item).q_length;
+  const Score none = -Limits<Score>::infinity();
+  const Score sink = p.call.sinks == nullptr
+      ? none : load_kind<Score>(p.call.sinks, p.sinks_kind, head_index(p.sinks, item, head));
+  const i64 out_row = lead_offset(p.out.lead, item) + p.out.head * head + p.out.row * row;
   const i32 group = i32(lane_index()) / kColLanes;
+  Score lse = none;
   const auto join = [&](auto width) {
     constexpr int kWidth = decltype(width)::value;
     CF_UNROLL_1
@@ -92,9 +79,7 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads) cupyflash_combine(
         if (col < p.head_dim_v && run < p.splits) x[n] = *reinterpret_cast<const Packed<Score, kWidth>*>(from);
       }
       Score weight[kOwnRuns], sum[kWidth] = {};
-      const Place place(p, own, head, row);      // worked out while the loads are on their way
-      const Score lse = weigh_runs(weight, lses, all, p.splits, place.sink);
-      if (p.call.lse != nullptr && slice == 0 && pass == 0 && lane_index() == 0) place.store_lse(p, lse);
+      lse = weigh_runs(weight, lses, all, p.splits, sink);
       CF_UNROLL
       for (i32 n = 0; n < kAtOnce; ++n) {
         const Score of_run = shuffle(weight[kGroups * n / 32], u32(kGroups * n + group) % 32);
@@ -106,11 +91,13 @@ extern "C" __global__ void __launch_bounds__(kCombineThreads) cupyflash_combine(
         CF_UNROLL
         for (u32 mask = kColLanes; mask < 32; mask *= 2) sum[c] += shuffle_xor(sum[c], mask);
         if (c % kGroups != group || col + c >= p.head_dim_v) continue;
-        store_kind(p.call.out, p.out_kind, place.out_row + p.out.col * (col + c), place.live ? sum[c] : Score(0));
+        store_kind(p.call.out, p.out_kind, out_row + p.out.col * (col + c), live ? sum[c] : Score(0));
       }
     }
   };
   constexpr int kWide = 16 / sizeof(Score);
   if (p.head_dim_v % kWide == 0) join(Width<kWide>{});
   else join(Width<1>{});
+  if (p.call.lse == nullptr || slice != 0 || lane_index() != 0) return;
+  *rows_of<Score>(p.call.lse, p.lse, item, head).at(row, 0) = live ? lse : none;
 }

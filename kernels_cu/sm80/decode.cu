@@ -4,13 +4,16 @@
 // keys. Its warps part the keys, not the rows: each streams slices of kSlice keys through stages of its own in shared
 // memory and meets the others only at the end, when their results are joined. prepost/combine.cu joins the runs.
 //
-//   warp, slice n | wait for K(n)    S = Q K^T    start K(n + kStages)    P = exp(S), dropout
-//                 | wait for V(n)    O += P V     start V(n + kStages)
+//   warp, slice n | wait for n; start copies of n + kStages - 1    S = Q K^T    P = exp(S), dropout    O += P V
 //   block         | # lse, O of all warps # joined
 //
 // Measured (H200, 2026-11-30, bfloat16, 32 heads over 8, D 128; 16 x 8192 keys, then 1 x 8192, us with the joining): as it is
 // 138.6, 23.7; four blocks of two warps 137.9, 36.4; runs of 2048 keys 135.7, 37.0; of 512 142.7, 24.2; four stages, or six
 // blocks of two warps and two stages 148 and 152. Of that 6 and 4 us go to the joining.
+// Then (another run, 16 x 8192 keys, with the joining): keys and values that leave the L2 cache first 140.4 to 136.0, for the
+// joining finds its numbers there; in two more runs 142.0 to 137.4 and 140.8 to 136.8. Copies without any computing 134.3.
+// Nothing gained: copies of K and V one by one, each as soon as its place has been read, 138.2 where this takes 137.4; the
+// L2 cache asked for 256 bytes at a time 149; other orders of the blocks; two stages, and three blocks.
 //
 // Shared memory: Q; the stages of each warp (K, V), which its O takes at the end; lse.
 #include "attn/schedule.cuh"
@@ -100,10 +103,12 @@ struct Decode {
   CF_DEVICE u32 stage(i32 n) const { return stages_of(warp_index()) + n % kStages * kStageBytes; }
   CF_DEVICE u32 stages_of(i32 warp) const { return shared + kAtStages + warp * kWarpBytes; }
 
-  CF_DEVICE void load_keys(i32 n) const { load<TileK>(stage(n), k, n, p.head_dim); }
-  CF_DEVICE void load_values(i32 n) const { load<TileV>(stage(n) + TileK::kBytes, v, n, p.head_dim_v); }
-  template <class T> CF_DEVICE void load(u32 to, const ElementRows& from, i32 n, i32 cols) const {
-    if (slice(n) < stop) load_tile<T, 32, true>(to, from, slice(n), smaller(stop, sight.kv_length), cols, lane_index());
+  CF_DEVICE void load_slice(i32 n) const {
+    if (slice(n) < stop) {
+      const i32 end = smaller(stop, sight.kv_length), lane = lane_index();
+      load_tile<TileK, 32, true>(stage(n), k, slice(n), end, p.head_dim, lane);
+      load_tile<TileV, 32, true>(stage(n) + TileK::kBytes, v, slice(n), end, p.head_dim_v, lane);
+    }
     cp_async_commit_group();
   }
 
@@ -147,19 +152,10 @@ struct Decode {
     }
   }
 
-  // Until all but the last copies of K and V, in turn, are there for all lanes.
-  CF_DEVICE static void wait_for_next() {
-    cp_async_wait_group<2 * kStages - 1>();
-    warp_barrier();
-  }
-
   CF_DEVICE void step(i32 n) {
     Scores s;
-    const auto left_of = [&](u32(&left)[1][4], int k) { ldmatrix_x4(left[0], read_q.block(shared, 0, 16 * k)); };
-    wait_for_next();         // K of slice n
-    multiply_by_transposed<TileK, kHeadDim>(s, left_of, stage(n), read_k, 0, [](int) {});
-    warp_barrier();          // all lanes have read it
-    load_keys(n + kStages);
+    const auto load = [&](u32(&left)[1][4], int k) { ldmatrix_x4(left[0], read_q.block(shared, 0, 16 * k)); };
+    multiply_by_transposed<TileK, kHeadDim>(s, load, stage(n), read_k, 0, [](int) {});
     select(s, slice(n));
     float rescale[2];
     softmax.update(s, rescale);
@@ -170,18 +166,20 @@ struct Decode {
     if constexpr (kDropout) drop(s, slice(n));
     Operand<1, kSlice> rounded;
     round_to(rounded, s);
-    wait_for_next();         // V of slice n
     multiply<TileV, kSlice>(out, rounded, stage(n) + TileK::kBytes, read_v, 0);
-    warp_barrier();          // all lanes have read it
-    load_values(n + kStages);
   }
 
   CF_DEVICE void run() {
     CF_UNROLL_1
-    for (i32 n = 0; n < kStages; ++n) load_keys(n), load_values(n);
+    for (i32 n = 0; n < kStages - 1; ++n) load_slice(n);
     load_queries();
     CF_UNROLL_1
-    for (i32 n = 0; slice(n) < stop; ++n) step(n);
+    for (i32 n = 0; slice(n) < stop; ++n) {
+      cp_async_wait_group<kStages - 2>();
+      warp_barrier();        // all lanes' copies of slice n are there; nobody reads the one before any more
+      load_slice(n + kStages - 1);
+      step(n);
+    }
     cp_async_wait_group<0>();
   }
 
