@@ -35,7 +35,11 @@
 //
 // With dropout, whole backward, L 4096, D 128 / D 64: 6.14 / 8.70; one branch on alignment for all groups of a step 5.66 /
 // 7.87; masks of rounded pairs instead of weights twice 5.91 (steps of 32), then steps of 64 queries and, at D 64, keys in
-// registers 5.59 / 7.39. At D 256 one kernel instead of two: 10.48 to 5.95.
+// registers 5.59 / 7.39. At D 256 one kernel instead of two: 10.48 to 5.95. The first warps worked out all that is dropped, and
+// left it as signs of weights; half of it in each warp, left as flags (2026-11-30, D 128 / 64 / 256): 5.69 / 7.30 / 5.94 to
+// 5.23 / 6.52 / 5.86, in no order 5.51 / 6.88 / 6.00 to 4.81 / 6.04 / 5.51; without dropout 4.35 / 4.95 / 5.73 and 4.13 / 4.61 /
+// 5.23. A warp that holds its own flags until the pair meets spills 12 bytes in no order at D 128, and takes 5.00; tiles of 64
+// queries at D 64, with flags beside V instead of in its place, 7.38 and 6.71.
 //
 // Shared memory: that of the pairs, three tiles of dA^T.
 #include "sm80/backward_pair.cuh"

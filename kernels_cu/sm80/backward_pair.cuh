@@ -10,7 +10,7 @@
 //           | second warp  flags -> shared    dP^T = V dO^T                     # pair    P^T <- shared    dA^T    dk += dA^T Q
 //
 // Shared memory: K, V (later the staging of dv, dk), two tiles of Q and dO, P of each pair, lse and delta, addends, the flags
-// of dropout, the pass.
+// of dropout (in V's place where the keys are in registers), the pass.
 #pragma once
 #include "sm80/backward_pass.cuh"
 #include "sm80/store.cuh"
@@ -60,7 +60,8 @@ struct Pair {
     return shared + kAtWeights + (pair * kWeightStages + step % kWeightStages) * kWeightBytes + lane_index() * 16;
   }
   CF_DEVICE u32 flags_of(i32 step) const {
-    return shared + (kKeysInRegisters ? kAtV : kAtFlags) + (pair * kWeightStages + step % kWeightStages) * 256 + lane_index() * 8;
+    const i32 stage = pair * kWeightStages + step % kWeightStages;
+    return shared + (kKeysInRegisters ? kAtV : kAtFlags) + stage * 256 + lane_index() * 8;
   }
   CF_DEVICE u32 row_stats(i32 x) const { return shared + kAtRows + u32(x) % 2u * (2 * kBlockQ * 4); }      // lse, delta
 

@@ -9,7 +9,8 @@
 // nothing at D 64 and 256; kHeld 1.814 to 1.770 at D 64, with dropout 2.967 to 2.812; with dropout a step of 64 keys
 // instead of 32 2.276 to 1.964 at D 128. What a warp walks read from shared memory in every step: 3 to 5 % slower.
 // With dropout, one branch on alignment for all groups of a step instead of one for each (2026-11-30): 1.987 to 1.792 at
-// D 128, 2.824 to 2.376 at D 64. Products that start before K(j + 1) and V(j) of the first tile are there: nothing.
+// D 128, 2.824 to 2.376 at D 64. Three blocks a multiprocessor at D 64, with steps of 32 keys: 1.754 to 1.835, at L 1024 under
+// a causal mask 0.328 to 0.318. Products that start before K(j + 1) and V(j) of the first tile are there: nothing.
 // A first reference from two steps where rows see nothing in the first: window of 512 0.340 to 0.278 at D 128, 0.440 to
 // 0.339 at D 64; shorter steps, or tiles of 64 queries, then are slower. Pairs do not do so (0.332 without them to 0.353):
 // a look in every step whether rows still wait for their first key costs them 8 % of everything else.
