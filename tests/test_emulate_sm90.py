@@ -92,3 +92,17 @@ def test_masks_and_biases_that_repeat_and_other_dtypes():
     run(64, mask=MASK[:1], scale=-0.2)
     run(64, bias=BIAS[:, :, :1].astype(BFLOAT16))
     run(64, bias=normal(np, (2, M, N), np.float32, 5))
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("d", [64, *(pytest.param(d, marks=pytest.mark.slow) for d in (128, 256))])
+def test_pieces_of_few_keys_in_any_order_of_threads(d, seed):
+    """Warps that run ahead free no place, and no slot, that others still wait for or read."""
+    machine = Machine("checked", compute_capability=90, seed=seed)
+    for m, n, options in (
+        (300, 300, {"causal": "top_left"}),
+        (400, 100, {"causal": "bottom_right"}),
+        (130, 260, {}),
+    ):
+        q, k, v = qkv(np, 1, 3, m, n, d, dtype=BFLOAT16)
+        check(q, k, v, via=vjp_on(machine), backward=False, **options)

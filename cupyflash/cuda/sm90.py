@@ -29,10 +29,12 @@ class Geometry(NamedTuple):
     head_dim_v: int
     block_q: int  # 64 queries a consumer warpgroup
     block_kv: int
-    stages: int  # of the pipelines of keys and of values
+    stages: int  # of the pipeline of keys
+    stages_v: int  # of that of values
     ping_pong: bool  # consumers start products in turns
     q_stages: int  # query tiles in shared memory
     out_panels: int  # of 64 columns that results take at a time on their way out
+    out_apart: bool  # there they have a place of their own; else they take that of their queries
     producer_registers: int
     consumer_registers: int
     addends: bool = False  # tiles of a mask and of a bias have their place in shared memory
@@ -54,11 +56,13 @@ class Geometry(NamedTuple):
             "kBlockQ": self.block_q,
             "kBlockKV": self.block_kv,
             "kStages": self.stages,
+            "kStagesV": self.stages_v,
             "kHeadDim": self.head_dim,
             "kHeadDimV": self.head_dim_v,
             "kPingPong": self.ping_pong,
             "kQStages": self.q_stages,
             "kOutPanels": self.out_panels,
+            "kOutApart": self.out_apart,
             "kProducerRegisters": self.producer_registers,
             "kConsumerRegisters": self.consumer_registers,
         }
@@ -72,8 +76,8 @@ class Geometry(NamedTuple):
     def shared_bytes(self, kernel: str, score_bytes: int) -> int:
         """Dynamic shared memory of a block; the kernel asserts that it uses as much."""
         row, row_v = 128 * ceil(self.head_dim, 64), 128 * ceil(self.head_dim_v, 64)
-        keys_and_values = self.stages * self.block_kv * (row + row_v)
-        queries_and_results = self.block_q * (self.q_stages * row + 128 * self.out_panels)
+        keys_and_values = self.block_kv * (self.stages * row + self.stages_v * row_v)
+        queries_and_results = self.block_q * (self.q_stages * row + 128 * self.out_panels * self.out_apart)
         addends = 3 * self.block_q * self.block_kv * self.addends
         return ALIGNMENT_BYTES + queries_and_results + keys_and_values + addends
 
@@ -120,6 +124,8 @@ def _row(
     q_stages: int = 2,
     out_panels: int = 0,
     stages: int = 2,
+    stages_v: int = 0,
+    out_apart: bool = True,
 ) -> Geometry:
     registers = {128: (40, 232), 192: (32, 160), 256: (32, 112)}[block_q]
     out_panels = out_panels or ceil(head_dim_v, 64)
@@ -129,9 +135,11 @@ def _row(
         block_q,
         block_kv,
         stages,
+        stages_v or stages,
         ping_pong,
         q_stages,
         out_panels,
+        out_apart,
         *registers,
     )
 
@@ -140,8 +148,8 @@ def _row(
 # option of `configs.OPTION_BITS` shapes.
 PLAIN = (
     _row(64, 64, 256, 64, ping_pong=False, stages=6),
-    _row(96, 96, 128, 128),
-    _row(128, 128, 128, 128),
+    _row(96, 96, 128, 128, stages=3, stages_v=2, out_apart=False),
+    _row(128, 128, 128, 128, stages=3, stages_v=2, out_apart=False),
     _row(192, 128, 128, 112, ping_pong=False, q_stages=1),
     _row(192, 192, 128, 80, ping_pong=False, q_stages=1),
     _row(256, 256, 128, 64, ping_pong=False, q_stages=1, out_panels=2),

@@ -56,7 +56,7 @@ class Extras:
             "q": (s.head_dim, s.seqlen_q, s.heads_q, g.block_q),
             "k": (s.head_dim, s.seqlen_k, s.heads_kv, g.block_kv),
             "v": (s.head_dim_v, s.seqlen_k, s.heads_kv, g.block_kv),
-            "out": (s.head_dim_v, s.seqlen_q, s.heads_q, 64),
+            "out": (s.head_dim_v, s.seqlen_q, s.heads_q, 16),
         }
         forms = [
             form_of(record, name, s.dtype.name, lengths, (64, box))

@@ -1,42 +1,44 @@
-// The two threads that keep the consumers supplied: the scheduler prepares pieces of work, the producer loads tiles.
-// And the barriers through which they all speak.
+// The threads that keep the consumers supplied: the scheduler prepares pieces of work, one producer loads queries and
+// keys, another values, each as soon as there is room. And the barriers through which they all speak.
 #pragma once
 #include "sm90/tiles.cuh"
 
 constexpr i32 kLead = 3;        // key tiles that are still to be loaded when the next piece of work is asked for
-static_assert(ceil_div(kBlockQ - 64, kBlockKV) <= kStages, "keys are passed by while values before them are held");
 static_assert(kThreads == 128 * (kConsumers + 1), "a producer and the consumers");
 
 // Ready barriers end a phase when what they are named after may be read, free barriers when all have read it.
 struct Control {
   u64 work_wanted, work_ready[kWorkSlots], work_free[kWorkSlots], q_ready[kQStages], q_free[kQStages];
-  u64 k_ready[kStages], k_free[kStages], v_ready[kStages], v_free[kStages];
+  u64 k_ready[kStages], k_free[kStages], v_ready[kStagesV], v_free[kStagesV];
   Work work[kWorkSlots];
 };
 
 CF_DEVICE void initialise(Control& control) {
   mbarrier_init(control.work_wanted, 1);
   for (i32 n = 0; n < kWorkSlots; ++n) {
-    mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], kConsumers + 1);
+    mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], 4 * kConsumers + 2);
   }
   for (i32 n = 0; n < kQStages; ++n) {
-    mbarrier_init(control.q_ready[n], 1), mbarrier_init(control.q_free[n], kConsumers);
+    mbarrier_init(control.q_ready[n], 1), mbarrier_init(control.q_free[n], 4 * kConsumers);
   }
   for (i32 n = 0; n < kStages; ++n) {
     mbarrier_init(control.k_ready[n], 1), mbarrier_init(control.k_free[n], 4 * kConsumers);
-    mbarrier_init(control.v_ready[n], 1), mbarrier_init(control.v_free[n], kConsumers);
+  }
+  for (i32 n = 0; n < kStagesV; ++n) {
+    mbarrier_init(control.v_ready[n], 1), mbarrier_init(control.v_free[n], 4 * kConsumers);
   }
   fence_mbarrier_init();
 }
 
-// ---- producer: one thread; the scheduler is sm90/pipeline.cuh's
+// ---- producers: a thread each; the scheduler is sm90/pipeline.cuh's
 
 struct Producer {
   const TensorMaps& maps;
   Control& control;
   u32 tiles;
   Ring<kQStages> q{0, 1};
-  Ring<kStages> k{0, 1}, v{0, 1};
+  Ring<kStages> k{0, 1};
+  Ring<kStagesV> v{0, 1};
 
   CF_DEVICE void load_k(const Work& work, i32 n) {
     mbarrier_try_wait_parity(barrier(control.k_free, k.stage), k.parity);        // all consumers have read the stage
@@ -57,28 +59,31 @@ struct Producer {
     q.advance();
   }
 
-  CF_DEVICE void load(const Work& work) {
-    if (work.last < work.first) return;
-    load_k(work, work.last);
+  CF_DEVICE void load_queries_and_keys(const Work& work) {
+    if (kOutApart && work.last < work.first) return;
+    if (work.last >= work.first) load_k(work, work.last);
     load_q(work);
     CF_UNROLL_1
-    for (i32 n = work.last; n >= work.first; --n) {
-      if (n == work.first + kLead && n < work.last) ask();
-      if (n > work.first) load_k(work, n - 1);
-      load_v(work, n);
+    for (i32 n = work.last - 1; n >= work.first; --n) {
+      if (n == work.first + kLead - 1 && n < work.last - 1) ask();
+      load_k(work, n);
     }
+  }
+  CF_DEVICE void load_values(const Work& work) {
+    CF_UNROLL_1
+    for (i32 n = work.last; n >= work.first; --n) load_v(work, n);
   }
   CF_DEVICE void ask() { mbarrier_arrive(shared_address(&control.work_wanted)); }
 };
 
-CF_DEVICE void produce(const TensorMaps& maps, Control& control, u32 tiles) {
+template <bool kValues> CF_DEVICE void produce(const TensorMaps& maps, Control& control, u32 tiles) {
   Producer producer{maps, control, tiles};
   Ring<kWorkSlots> slot{0, 0};
   while (true) {
     const Work& work = control.work[slot.stage];
     mbarrier_try_wait_parity(shared_address(&control.work_ready[slot.stage]), slot.parity);
     if (work.number < 0) break;
-    producer.load(work);
+    if (kValues) producer.load_values(work); else producer.load_queries_and_keys(work);
     mbarrier_arrive(shared_address(&control.work_free[slot.stage]));
     slot.advance();
   }

@@ -1,24 +1,27 @@
 // Forward pass on Hopper's tensor cores: out and lse for 16-bit elements, head dims up to kHeadDim and kHeadDimV.
 //
 // FlashAttention-3's division of labour (Shah et al. 2024) with a softmax of our own (sm90/softmax.cuh): blocks stay on
-// their multiprocessor and take query tiles from a counter. Of warpgroup 0 two threads work: the scheduler prepares the
-// next piece of work, the producer loads by TMA. The other warpgroups are consumers of 64 queries each: scores, weights
-// and the accumulated output live in registers, and of weights nothing is ever written to memory.
+// their multiprocessor and take query tiles from a counter. Of warpgroup 0 three threads work: the scheduler prepares
+// the next piece of work, two producers load by TMA. The other warpgroups are consumers of 64 queries each: scores,
+// weights and the accumulated output live in registers, and of weights nothing is ever written to memory.
 //
 //   block     one query tile (kBlockQ = 64 queries a consumer) of one head at a time
 //   thread    two rows: wgmma accumulators as sm90/scores.cuh describes
-//   shared    q x kQStages | k x kStages | v x kStages | out | mask | bias, sm90/tiles.cuh; barriers and Work besides
+//   shared    q x kQStages | k x kStages | v x kStagesV | out | mask | bias, sm90/tiles.cuh; barriers and Work besides.
+//             Unless kOutApart results leave through the place of their queries
 //
-//   producer    K9 Q  K8 V9  K7 V8  ...  K0 V1  V0  | K9 Q of the next tile ...           (keys are walked downward)
+//   producers   K9 Q  K8  K7  ...  K0  | K9 Q of the next tile ...                         (keys are walked downward)
+//               V9  V8  ...  V0  | V9 of the next ...
 //   consumer A  S9 .softmax. | S8 O+=P9V9 .softmax. | ... | O+=P0V0 S9' results .softmax. | ...    under its own PV ...
 //   consumer B       S9 .softmax. | S8 O+=P9V9 .softmax. | ...                               ... and under A's products
 //
-// The scores that a query tile begins with are formed behind the last product of the tile before. A consumer passes by
-// the key tiles that only others see. kPingPong hands the right to start products round (named barriers 1, 2, ...), so
-// that softmaxes and products alternate between two consumers; more of them do without, and all walk alike with it.
+// The scores that a query tile begins with are formed behind the last product of the tile before; with one place for
+// queries its results leave first, while the next are on their way. A consumer passes by the key tiles that only others
+// see. kPingPong hands the right to start products round (named barriers 1, 2, ...), so that softmaxes and products
+// alternate between two consumers; more of them do without, and all walk alike with it.
 //
 // A careful step looks for the maximum; an optimistic or steady one does not. Where that fails a warp forms its scores
-// again, by mma.sync, for wgmma wants all four warps. So each warp frees its keys.
+// again, by mma.sync, for wgmma wants all four warps. So each warp frees its places.
 //
 // What the steps give: speed over the better of cuDNN 9.19 and FlashAttention-3 in the same run, bfloat16, H200,
 // 2026-11-29. First head dim 128 and 16384 keys, full / causal, all but the last row on a prototype:
@@ -69,6 +72,8 @@ constexpr bool kShaped = !kPlainScores || kDropout;
 // Elsewhere it is finished behind a branch after them: the compiler may move a wait within straight code, and likes it
 // early.
 constexpr bool kEarly = !kShaped && !kPingPong;
+// Where queries have one place, results leave while the next are on their way.
+constexpr bool kResultsFirst = kQStages == 1 && !kPingPong;
 
 // One warpgroup. Its steps where nothing shapes the scores; the others are sm90/shaped.cuh's.
 struct Consumer : ShapedSteps {
@@ -84,11 +89,12 @@ struct Consumer : ShapedSteps {
   }
 
   // Scores become weights. Whether the references have moved.
-  CF_DEVICE bool to_weights(Scores& s, const Work& work, bool left_edge, bool right_edge) {
+  template <bool kFirst> CF_DEVICE bool to_weights(Scores& s, const Work& work, bool left_edge, bool right_edge) {
     if (left_edge || right_edge) select(s, work, row_of(work), col(), left_edge);
     float top[2], sums[2] = {0.0f, 0.0f};
+    bool moved = false;
     Softmax::maxima(s, top);
-    const bool moved = softmax.look(top, unit);
+    if (kFirst) softmax.begin(top, row_of(work), work.sight.q_length, unit); else moved = softmax.look(top, unit);
     softmax.weigh(s, unit, sums);
     softmax.l[0] += sums[0];
     softmax.l[1] += sums[1];
@@ -99,7 +105,7 @@ struct Consumer : ShapedSteps {
   CF_DEVICE void careful_step(Scores& s, Operand& weights, const Work& work, bool left_edge, bool right_edge) {
     products(s, weights);
     free_k();
-    const bool moved = to_weights(s, work, left_edge, right_edge);
+    const bool moved = to_weights<false>(s, work, left_edge, right_edge);
     finish_output();                           // only now may the weights change
     to_operand(weights, s);
     if (moved) rescale();
@@ -142,16 +148,18 @@ struct Consumer : ShapedSteps {
     const i32 steady_from = uniform(work.keys[number].steady_from), steady_to = uniform(work.keys[number].steady_to);
     free_k();
     CF_UNROLL_1
-    for (i32 unseen = uniform(work.last - last); unseen > 0; --unseen) wait_v(), free_v();
+    for (i32 unseen = uniform(work.last - last); unseen > 0; --unseen) pass_v();
     accumulated = false;
     n = last;
     if constexpr (kShaped) {
+      softmax.reset(row_of(work), work.sight.q_length);
       first_shaped_step(s, weights, work, n < steady_from, n >= steady_to);
     } else {
-      to_weights(s, work, n < steady_from, n >= steady_to);
+      to_weights<true>(s, work, n < steady_from, n >= steady_to);
       to_operand(weights, s);
     }
     clear_values(work);
+    free_results(work);
     --n;
     CF_UNROLL_1
     while (n >= work.first) {
@@ -193,25 +201,33 @@ struct Consumer : ShapedSteps {
     while (true) {
       const Work& work = control.work[slot.stage];
       if (work.number < 0) break;
-      softmax.reset(row_of(work), work.sight.q_length);
       const i32 first = work.first, last = last_tile(work);
-      if (last >= first) walk_keys(s, weights, work); else pass_by(work);
+      if (last >= first) {
+        walk_keys(s, weights, work);
+      } else {
+        softmax.reset(row_of(work), 0);
+        pass_by(work);
+      }
       const u32 this_slot = slot.stage;
       slot.advance();
-      const Work& next = wait_for_work(slot);
-      wait_to_begin(next);
       wait_for_turn();
       output(weights);
+      if constexpr (kResultsFirst) {
+        wgmma_wait_group<0>();                 // O is there
+        if (last >= first) free_v();
+        leave(work, this_slot, maps.out);
+      }
+      wait_to_begin(wait_for_work(slot));
       scores(s);
       pass_turn();
-      wgmma_wait_group<1>();                   // O is there
-      if (last >= first) free_v();
-      finish_rows(work);
-      store(work, maps.out);
-      if (leader()) mbarrier_arrive(shared_address(&control.work_free[this_slot]));
+      if constexpr (!kResultsFirst) {
+        wgmma_wait_group<1>();                 // O is there
+        if (last >= first) free_v();
+        leave(work, this_slot, maps.out);
+      }
       wgmma_wait_group<0>();                   // S is there
     }
-    if (leader()) cp_async_bulk_wait_group();  // results must have left before the block ends
+    if (warp_leader()) cp_async_bulk_wait_group();       // results must have left before the block ends
   }
 };
 
@@ -236,7 +252,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   block_barrier();                             // the barriers are there
   if (warpgroup_index() == 0) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (thread_index() == 0) produce(maps, control, tiles);
+    if (thread_index() == 0) produce<false>(maps, control, tiles);
+    if (thread_index() == 64) produce<true>(maps, control, tiles);
     if (thread_index() == 32) schedule<kLead>(p, launch, control);
   } else {
     setmaxnreg_inc<kConsumerRegisters>();

@@ -88,10 +88,14 @@ CF_DEVICE void shape_products(Scores& s, const Params& p, const Launch& launch, 
 
 // What positions and lengths forbid becomes -inf. Bounds are counted from this thread's first column.
 CF_DEVICE void select(Scores& s, const Work& work, i32 row, i32 col, bool left_edge) {
+  const Visibility& sight = work.sight;
+  const auto near = [](i64 x) { return i32(clamp(x, i64(-1) << 20, i64(1) << 20)); };      // a tile is smaller
+  const i64 own = row + sight.offset - col;
+  const i32 to = near(own + sight.right + 1), from = near(own - sight.left);
   CF_UNROLL
   for (int h = 0; h < 2; ++h) {
-    const Interval keys = work.sight.keys_of(row + 8 * h);
-    const i32 start = keys.start - col, stop = keys.stop - col;
+    const bool live = row + 8 * h < sight.q_length;
+    const i32 start = from + 8 * h, stop = live ? smaller(to + 8 * h, sight.kv_length - col) : 0;
     CF_UNROLL
     for (int n = 0; n < kScores / 2; ++n) {
       const int j = n / 2, x = n % 2;

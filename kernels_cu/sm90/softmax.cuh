@@ -92,6 +92,15 @@ struct Softmax {
     return moved;
   }
 
+  // References of rows that have seen nothing before. Rows that are not there want none.
+  CF_DEVICE void begin(const float (&top)[2], i32 row, i32 rows, float unit) {
+    CF_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      m[h] = row + 8 * h < rows ? top[h] : 0.0f;
+      l[h] = 0.0f, fast[h] = fast_reference(m[h], unit);
+    }
+  }
+
   // The same after sums have left the range in some row of the warp. Rows that did not stay as they were: a row's bits
   // never depend on its neighbours.
   CF_DEVICE void look_again(const float (&top)[2], const float (&sums)[2], float unit) {
@@ -133,12 +142,18 @@ struct Softmax {
   // Ends row h, after its sink (-inf: none) has taken its share: the factor that makes its accumulated output the mean,
   // 0 for a row that saw nothing, and its lse in natural units. natural: of what is kept as a score.
   CF_DEVICE void finish(int h, float natural, float unit, float sink, float& factor, float& lse) const {
-    const float sum = row_sum(l[h]), infinity = Limits<float>::infinity();
-    const Reference r = reference_to(m[h], unit);
-    const float rounding = r.shift == 0.0f ? fused(-m[h], unit, r.log2) : 0.0f;
-    const float own = m[h] == infinity ? m[h] : fused(m[h], natural, logarithm(sum) + times(rounding, kLn2));
+    finish_row(m[h], row_sum(l[h]), natural, unit, sink, true, factor, lse);
+  }
+  // The same for a row of reference m, whose sum is there. Without a sink, lse only if it is wanted.
+  static CF_DEVICE void finish_row(float m, float sum, float natural, float unit, float sink, bool wanted,
+                                   float& factor, float& lse) {
+    const float infinity = Limits<float>::infinity();
     const bool seen = !(sum == 0.0f);
-    factor = seen ? 1.0f / sum : 0.0f;
+    factor = !seen ? 0.0f : sizeof(Element) == 4 ? 1.0f / sum : rcp_approx_ftz(sum);
+    if (!wanted && sink == -infinity) return;
+    const Reference r = reference_to(m, unit);
+    const float rounding = r.shift == 0.0f ? fused(-m, unit, r.log2) : 0.0f;
+    const float own = m == infinity ? m : fused(m, natural, logarithm(sum) + times(rounding, kLn2));
     lse = seen ? own : -infinity;
     if (sink == -infinity) return;
     const float top = maximum(lse, sink);

@@ -5,14 +5,15 @@
 #include "sm90/steady.cuh"
 
 constexpr i32 kPanels = ceil_div(kHeadDim, 64), kPanelsV = ceil_div(kHeadDimV, 64);
-constexpr u32 kQBytes = kBlockQ * 128 * kPanels, kOutBytes = kBlockQ * 128 * kOutPanels;
+constexpr u32 kQBytes = kBlockQ * 128 * kPanels, kOutBytes = kOutApart ? kBlockQ * 128 * kOutPanels : 0;
 constexpr u32 kKBytes = kBlockKV * 128 * kPanels, kVBytes = kBlockKV * 128 * kPanelsV;
 constexpr i32 kOutColumns = kPanelsV == kOutPanels ? kHeadDimV : 64 * kOutPanels;   // of results on their way at a time
 constexpr u32 kQAt = 0, kKAt = kQAt + kQStages * kQBytes, kVAt = kKAt + kStages * kKBytes;
-constexpr u32 kOutAt = kVAt + kStages * kVBytes;
+constexpr u32 kOutAt = kVAt + kStagesV * kVBytes;
 constexpr u32 kAddendsAt = kOutAt + kOutBytes;
 static_assert(1024 + kAddendsAt + kAddendBytes == kSharedBytes, "the launch gives what the kernel uses");
 static_assert(kPanelsV % kOutPanels == 0, "results leave in equal parts");
+static_assert(kOutApart || (kQStages == 2 && kOutPanels == kPanelsV && kOutPanels <= kPanels), "results fit");
 static_assert(kBlockKV % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole steps of 16");
 
 struct TensorMaps { TensorMap q, k, v, out; };
