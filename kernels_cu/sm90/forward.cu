@@ -45,10 +45,27 @@
 //        taken late, begun early, queries free early 1.13  1.06  1.03              1.15  1.01  1.03
 //   64   192 x 128, taken late, begun early          1.09  1.15  1.09              0.84  1.03  1.09
 //        four consumers, 256 x 64, unseen tiles left 1.29  1.21  1.11              1.33  1.26  1.19
-//   as it stands, through the API                64  1.22  1.15  1.07              1.21  1.18  1.10
+//   through the API, then                        64  1.22  1.15  1.07              1.21  1.18  1.10
 //                                               128  1.02  1.08  1.09              0.97  1.03  1.06
+//   as it stands, 2026-11-30, in CUDA graphs     64  1.31  1.20  1.08              1.38  1.26  1.10
+//                                               128  1.12  1.14  1.13              1.02  1.25  1.09
+//                                               256  1.03  1.03  1.02              1.04  1.09  1.02
 //
-// At 512 keys head dim 128 stood at 0.98 and 0.91; since pieces of few keys are followed at once, at 1.00 and 0.97.
+// The last rows came of a count: a query tile of head dim 128 took 2400 clk a key tile (its products 2048) and 4200
+// more, whatever its length: 1500 for rows that end, 500 to 1000 for the next queries and keys, 600 for stores, 1400 for
+// the first softmax. Microseconds at 512 and 1024 keys, full / causal:
+//
+//    64  before, now, in one run                                    155 / 113, 142 / 100   267 / 173, 253 / 161
+//   128                                                             126 / 109, 116 /  99   240 / 169, 220 / 149
+//   256                                                             131 / 104, 122 / 100   202 / 142, 194 / 133
+//   128  before, in another run                                     141 / 108              237 / 164
+//        values have a producer of their own                        136 / 108              231 / 161
+//        results take the place of queries, keys have three places  140 / 109              231 / 158
+//        the last product does not wait for the next queries        137 / 107              229 / 156
+//        a lane ends a row, a warp sends its rows (a third run)     132 / 100              224 / 149
+//   256  results leave before the next queries are awaited          2 to 5 % less
+//
+// At 512 keys that is 1.09 and 1.12 at head dim 128, 1.08 and 0.98 at 256, 1.32 and 1.33 at 64.
 //
 // What shapes scores costs time by its instructions, for nothing hides them: a multiply-add more a score takes 0.04 ms
 // at head dim 128 (4 x 16 heads, 4096 keys; plain 0.73 ms), 0.09 ms at 64 (plain 0.95). Milliseconds at head dim 128,
@@ -63,8 +80,13 @@
 //   mask + bias                                                        2.69     1.78
 //
 // What did not help: key tiles of 80 at head dim 256; three consumers at head dim 128 (192 x 64, 192 x 80: 0.92 to 1.02
-// of 128 x 128); ping-pong of three consumers; O finished early at head dim 128; Philox while scores are formed, its
-// bits kept until the weights are there (1.48 ms); one loop for plain and shaped scores (plain 1 % slower).
+// of 128 x 128); key tiles of 64, 80 and 96 there in 5, 4 and 3 places (up to 27 % slower; 64 without turns 1 to 3 %
+// faster at 512 and 1024 causal keys, 9 % slower at 4096); ping-pong of three consumers; O finished early at head dim
+// 128; the next tile's first loads to the L2 cache beforehand (4 to 7 % slower at 512 causal keys); results that leave
+// under the second scores, with or without the next first scores before the last product (up to 6 % slower); to pass by
+// the half of a diagonal tile that the first consumer does not see; the first piece prepared beside the barriers; other
+// groups of heads; Philox while scores are formed, its bits kept until the weights are there (1.48 ms); one loop for
+// plain and shaped scores (plain 1 % slower).
 #include "sm90/shaped.cuh"
 
 constexpr bool kShaped = !kPlainScores || kDropout;

@@ -145,8 +145,8 @@ struct Softmax {
     finish_row(m[h], row_sum(l[h]), natural, unit, sink, true, factor, lse);
   }
   // The same for a row of reference m, whose sum is there. Without a sink, lse only if it is wanted.
-  static CF_DEVICE void finish_row(float m, float sum, float natural, float unit, float sink, bool wanted,
-                                   float& factor, float& lse) {
+  CF_DEVICE void finish_row(float m, float sum, float natural, float unit, float sink, bool wanted, float& factor,
+                            float& lse) const {
     const float infinity = Limits<float>::infinity();
     const bool seen = !(sum == 0.0f);
     factor = !seen ? 0.0f : sizeof(Element) == 4 ? 1.0f / sum : rcp_approx_ftz(sum);

@@ -119,8 +119,8 @@ struct Warpgroup {
     const float natural = kPlainScores ? launch.scale : 1.0f;
     const float sums[2] = {row_sum(softmax.l[0]), row_sum(softmax.l[1])};
     float own, lse, factor[2];
-    Softmax::finish_row(h == 0 ? softmax.m[0] : softmax.m[1], h == 0 ? sums[0] : sums[1], natural, unit, work.sink,
-                        p.call.lse != nullptr, own, lse);
+    softmax.finish_row(h == 0 ? softmax.m[0] : softmax.m[1], h == 0 ? sums[0] : sums[1], natural, unit, work.sink,
+                       p.call.lse != nullptr, own, lse);
     if constexpr (kDropout) own *= dropout_scale<float>(p);
     if (!live) own = 0.0f;
     CF_UNROLL
