@@ -52,8 +52,8 @@
 //                                               256  1.03  1.03  1.02              1.04  1.09  1.02
 //
 // The last rows came of a count: a query tile of head dim 128 took 2400 clk a key tile (its products 2048) and 4200
-// more, whatever its length: 1500 for rows that end, 500 to 1000 for the next queries and keys, 600 for stores, 1400 for
-// the first softmax. Microseconds at 512 and 1024 keys, full / causal:
+// more, whatever its length: 1500 for rows that end, 500 to 1000 for the next queries and keys, 600 for stores, 1400
+// for the first softmax. Microseconds at 512 and 1024 keys, full / causal:
 //
 //    64  before, now, in one run                                    155 / 113, 142 / 100   267 / 173, 253 / 161
 //   128                                                             126 / 109, 116 /  99   240 / 169, 220 / 149
