@@ -24,6 +24,17 @@ CF_DEVICE Words philox4x32_7(Words counter, u32 key0, u32 key1) {
   return counter;
 }
 
+// At several counters in step: each round waits for the one before.
+template <int kCount> CF_DEVICE void philox_in_step(Words (&counter)[kCount], u32 key0, u32 key1) {
+  CF_UNROLL
+  for (int round = 0; round < 7; ++round) {
+    CF_UNROLL
+    for (int n = 0; n < kCount; ++n) counter[n] = philox_round(counter[n], key0, key1);
+    key0 += 0x9E3779B9u;
+    key1 += 0xBB67AE85u;
+  }
+}
+
 struct DropoutStream {
   u32 key0, key1, t, offset, threshold;
   i64 origin_i, origin_j;      // added to rows and columns
@@ -58,13 +69,17 @@ struct DropoutStream {
   }
 };
 
+// Number t of a score matrix.
+CF_DEVICE u32 matrix_number(const Params& p, const Item& item, i32 head) {
+  return u32(item.number * p.heads_q + head + integer_at(p.call.dropout_t, p.call.dropout_t_value, p.dropout_t, item, head));
+}
+
 CF_DEVICE DropoutStream dropout_of(const Params& p, const Item& item, i32 head) {
   const Call& c = p.call;
   const u64 seed = integer_at(c.dropout_seed, i64(c.dropout_seed_value), p.dropout_seed, item, 0);
   const i64 offset = integer_at(c.dropout_offset, i64(c.dropout_offset_value), p.dropout_offset, item, 0);
-  const i64 first = integer_at(c.dropout_t, c.dropout_t_value, p.dropout_t, item, head);
-  return {u32(seed), u32(seed >> 32), u32(item.number * p.heads_q + head + first), u32(offset),
-          u32(c.dropout_threshold), c.dropout_origin_i, c.dropout_origin_j};
+  return {u32(seed), u32(seed >> 32), matrix_number(p, item, head), u32(offset), u32(c.dropout_threshold), c.dropout_origin_i,
+          c.dropout_origin_j};
 }
 
 // What kept weights are multiplied by: exact for the probability that the threshold stands for.

@@ -149,17 +149,6 @@ CF_DEVICE bool in_groups(const DropoutStream& stream) {
   return stream.aligned() && stream.threshold >= 0x8000u && stream.threshold <= 0xffffu;
 }
 
-// Philox at several counters in step: each round waits for the one before.
-template <int kCount> CF_DEVICE void philox_in_step(Words (&counter)[kCount], u32 key0, u32 key1) {
-  CF_UNROLL
-  for (int round = 0; round < 7; ++round) {
-    CF_UNROLL
-    for (int n = 0; n < kCount; ++n) counter[n] = philox_round(counter[n], key0, key1);
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
-  }
-}
-
 // weights: a tile of them, rounded; a pair has its bits in one word. With 16 random bits u and the threshold T, larger
 // (u, T - 1) + 0x8000 - T is 0x7fff for a weight that is kept and, as signed number, negative for one that is dropped.
 CF_DEVICE void drop_pairs(u32* weights, const DropoutStream& stream, i32 row, i32 col) {
