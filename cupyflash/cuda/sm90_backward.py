@@ -124,7 +124,7 @@ PLAIN = {
     "backward_kv": (Geometry(256, 64, 64, 2, True, 0, 40, 232),),
 }
 DROPOUT = {
-    "backward": (Geometry(64, 64, 128, 2, False), Geometry(128, 64, 128, 2, True, shares=2)),
+    "backward": (Geometry(64, 64, 128, 2, False), Geometry(128, 64, 128, 2, False, shares=2)),
     "backward_kv": PLAIN["backward_kv"],
 }
 SHAPED = {

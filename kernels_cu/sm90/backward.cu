@@ -6,12 +6,13 @@
 // V dO^T, so that P^T and dA^T leave the accumulators as register operands. Only dA crosses through shared memory, for
 // dq = dA K; that product is taken one query tile late, from a second buffer, so that no warpgroup waits for the other.
 // dq's columns are split between the warpgroups, or its rows where a query tile has 128. Shares of dq go through shared
-// memory to sums in float32, in the order of the key tiles, without the consumers (sm90/backward_feed.cuh). The scores of
-// the next tile begin when dv and dq have ended, under dk. The consumers start dv, dq and dk in turns, so that one weighs
-// while the other's products run. Blocks stay on their multiprocessor and take work by ticket.
+// memory to sums in float32, in the order of the key tiles, without the consumers (sm90/backward_feed.cuh). When dv and dq
+// have ended, the share is written and the scores of the next tile begin, all under dk; what else the next weights need (lse,
+// the bits of dropout) is fetched and drawn under those scores. The consumers start dv, dq and dk in turns. Blocks stay on
+// their multiprocessor and take work by ticket.
 //
 //   producer      K Q9 V dO9   Q8 dO8   Q7 dO7 ...                                  (query tiles are walked downward)
-//   consumers     S9 | dP9 .weights. dv9     .dS. dk9 S8 | dP8 .weights. dv8 dq9 .dS. dk8 S7 .share of 9. | ...
+//   consumers     S9 | dP9 .weights, dA. dv9 dk9 S8 | dP8 .weights, dA. dv8 dq9 dk8 .share of 9. S7 .bits. | ...
 //   usher         turn of 9?                 turn of 8? ...                        herald: adds 9, next block's turn
 //
 // Shared memory: K | V | Q x kStages | dO x kStages | dA x 2 | shares of dq; barriers and row numbers beside them.
@@ -38,10 +39,32 @@
 //   in turns, one herald, at (4, 16, 4096, 128)                       541, in any order 557
 //
 // A tile of both consumers took 4900 clk, of which its products are 2560: both weighed at once (1400), took gradients at
-// once (250) and waited for products at once; turns part them. What gave nothing or less: dv started before dP is awaited,
-// scores of the next tile before dk (registers), dq added straight from registers, three stages, weights rounded first,
-// turns that end after the next scores, two heralds by tile or by consumer (head dim 64: 5 % less), bits of dropout drawn
-// under dk.
+// once (250) and waited for products at once; turns part them. Products of 64 x 64 read 128 bytes of shared memory a clk, all
+// that there is, and clock marks say that the next one is not even taken until those before have begun: whatever stands
+// between two products of a warpgroup costs its time. The second row keeps what does not change from tile to tile in
+// registers (there were about twelve looks into shared memory a tile, each awaited), fetches lse a tile ahead and stores dA
+// before the turn; the third writes the share before the next scores, under dk, and not after them: 4050 clk a tile. cuDNN
+// beside them 558 572 450 / 589 487 321:
+//
+//   in turns, one herald                                              542 534 438 / 575 505 328
+//   nothing is looked up between products                               - 527 443 /   - 513 332
+//   shares before scores                                              608 584 461 / 625 535 340
+//     in any order                                                    630 611 467 / 639 553 340
+//     without turns                                                   617 577 460 / 624 534 339
+//     weights rounded first                                           629 580 459 / 617 532 339
+//
+// Head dim 64 in the same run (cuDNN 464 460 372 / 452 387 251): 522 503 394 / 505 419 281, then 555 533 414 / 539 435 292;
+// without turns 506 493 398 / 499 418 285.
+//
+// Dropout of 0.1 at (4, 16, 4096, 128), against the time without: 1.39, words of one 16 x 16 group after the other behind a
+// branch, signs in the weights; 1.21, four groups in step into one word of bits, turned at once (one movmatrix for 16), keys
+// in uniform registers; 1.18, gradients from weights that are not rounded. The bits before the scores 1.27, before dP 1.26.
+// Head dim 64: 2.07, 1.81, with dq before dv 1.66.
+//
+// What gave nothing or less: dP of the next tile after its scores (4 % less: nothing of a warpgroup's own runs while it
+// weighs), turns that end after both (13 % less), exponentials held before dP is awaited, dq before dv at head dim 128, dv
+// started before dP is awaited, scores of the next tile before dk (registers), dq added straight from registers, three
+// stages, two heralds by tile or by consumer (head dim 64: 5 % less).
 //
 // In turn each block of a head runs as fast as the slowest before it: the fewer of a head run at once, the less it costs.
 // A choice of four heads side by side without a mask and of 16 to 64 with one gave 1 to 4 % (sm90_backward.py).
@@ -53,6 +76,8 @@ static_assert(kGradientAt + 2 * kGradientBytes == kShareAt, "the launch gives wh
 static_assert(kBlockKV == 128 && kThreads == 384, "64 keys a consumer");
 static_assert(kSplitRows ? kHeadDim == 64 : kBlockQ == 64, "a consumer computes 64 rows of dq, all columns or half of them");
 
+constexpr bool kStoreFirst = kBlockQ == 64;      // dA before the turn; else registers are too few
+constexpr bool kQueriesFirst = kBlockQ == 64 && kHeadDim == 64;      // dq before dv
 enum : i32 { kTurn = 2 };      // named barrier of the first consumer; that of the second follows
 using Output = float[kHeadDim / 2];
 using Queries = float[kSplitRows ? kHeadDim / 2 : kHeadDim / 4];
@@ -60,6 +85,16 @@ using Queries = float[kSplitRows ? kHeadDim / 2 : kHeadDim / 4];
 struct Consumer : ConsumerBase {
   Output dk, dv;
   Scores s;                                // of the tile that comes next
+  Weighing weighing;                       // what they are turned into weights with
+  RowNumbers lse;
+  u32 dropped;                             // the weights that dropout removes
+  // Where the walk stands. It is kept here, and whatever else does not change from tile to tile: between two products
+  // every look into shared memory takes its time.
+  i32 head, tile, left;                    // of the query tile; how many there are from it on
+  i32 first, last, q_length;
+  Interval whole;
+  u32 step;                                // number of the next dA: one for every tile, one of zeros for every piece of work
+  bool inside;                             // there was a tile before in this piece of work
 
   // Descriptors are made where they are needed: registers are few.
   CF_DEVICE u64 own_keys(u32 at) const { return descriptor(tiles + at, 16) + number * (64 * 128 >> 4); }
@@ -73,17 +108,14 @@ struct Consumer : ConsumerBase {
     return descriptor(tiles + kKAt, kBlockKV * 128) + (kSplitRows ? 0 : number * ((panel + column) / 16));
   }
 
-  CF_DEVICE bool inside() const { return ring.number != work().begin; }      // there was a tile before in this piece of work
-  // Number of the next dA: there is one for every tile so far, and one of zeros for every piece of work.
-  CF_DEVICE u32 step() const { return ring.number + work().before + 1; }
-
+  CF_DEVICE bool at_last() const { return left == 1; }
   // dq of the tile whose dA is that of step `of`.
   CF_DEVICE void start_queries_of(Queries& dq, u32 of) const {
     mbarrier_try_wait_parity(barrier(control.ds_ready, of), of / 2 % 2);
     start_queries(dq, gradients(of), keys_by_rows());
   }
-  // dA of this step, for both consumers.
-  CF_DEVICE void give_gradients(const Operand& ds, u32 step) const {
+  // The next dA, for both consumers.
+  CF_DEVICE void give_gradients(const Operand& ds) const {
     mbarrier_try_wait_parity(barrier(control.ds_free, step), step / 2 % 2 ^ 1);
     store_gradients(ds, tiles + kGradientAt + step % 2 * kGradientBytes, 64 * number);
     warp_barrier();
@@ -108,42 +140,54 @@ struct Consumer : ConsumerBase {
     if (thread % 32 == 0) mbarrier_arrive(barrier(control.share_there, share));
   }
 
+  CF_DEVICE Place place_of(i32 head, i32 tile) const {
+    const i32 own = i32(opaque(thread));   // what follows from it is computed here: registers are few
+    const i32 key = work().tile * kBlockKV + number * 64 + own / 32 * 16 + own % 32 / 4;
+    return {p, work(), head, tile * kBlockQ + own % 4 * 2, key};
+  }
+
   CF_DEVICE void clear() {
     CF_UNROLL
     for (int n = 0; n < kHeadDim / 2; ++n) dk[n] = dv[n] = 0.0f;
   }
   // Before the first tile: the pipeline begins with a dA of zeros.
   CF_DEVICE void begin() {
+    const Work& w = work();
+    head = w.head_kv * launch.group, tile = w.last, left = i32(w.end - w.begin);
+    first = w.first, last = w.last, q_length = w.sight.q_length, whole = w.whole[number];
+    step = w.begin + w.before, inside = false;
     const Operand nothing{};
-    give_gradients(nothing, step() - 1);
-    start_next(ring);
+    give_gradients(nothing);
+    step += 1;
+    start_next(ring, tile, true);
+    prepare(ring, head, tile);
     wgmma_wait_group<0>();
   }
   // The scores of a tile.
-  CF_DEVICE void start_next(const Ring<kStages>& at) {
+  CF_DEVICE void start_next(const Ring<kStages>& at, i32 tile, bool clears) {
     mbarrier_try_wait_parity(barrier(control.q_ready, at.stage()), at.parity());
-    clear_queries(at);
+    if (clears) clear_queries(at, q_length, tile);
     start_scores(s, own_keys(kKAt), queries(kQAt, at));
+  }
+  // What the weights of a tile need besides, while its scores are computed.
+  CF_DEVICE void prepare(const Ring<kStages>& at, i32 head, i32 tile) {
+    if constexpr (kDropout) dropped = draw(place_of(head, tile), thread % 32);
+    weighing = weighing_of(control.lse_of(at.stage()), shared_address(control.zeros), launch.unit, thread);
+    if constexpr (kLoadEarly) lse.load(weighing.lse_log2, thread);
   }
 
   CF_DEVICE void query_tile() {
     Scores dp;
     Operand weights, ds, derivative;
     Queries dq;
-    const i32 head = place().head, row = place().tile * kBlockQ, col = work().tile * kBlockKV + number * 64;
-    const i32 own = i32(opaque(thread));   // what follows from it is computed here: registers are few
-    const Place at{p, work(), head, row + own % 4 * 2, col + own / 32 * 16 + own % 32 / 4};
+    const Place at = place_of(head, tile);
     mbarrier_try_wait_parity(barrier(control.o_ready, ring.stage()), ring.parity());
     if constexpr (kPlainScores) start_scores(dp, own_keys(kVAt), queries(kOAt, ring));
-    const bool edge = !work().whole[number].covers(row, smaller(row + kBlockQ, work().sight.q_length));
-    const u32 lse_log2 = control.lse_of(ring.stage());
-    const Weighing weighing = weighing_of(lse_log2, shared_address(control.zeros), launch.unit, thread);
-    RowNumbers lse;
-    if constexpr (kLoadEarly) lse.load(weighing.lse_log2, thread);
+    const i32 row = tile * kBlockQ;
+    const bool edge = !whole.covers(row, smaller(row + kBlockQ, q_length));
     if constexpr (!kPlainScores) shape(s, derivative, launch.scale, at);      // needs the registers of dP
     if (edge) select(s, at);
-    weigh(s, weighing, lse, lse_log2, launch.unit, thread);
-    if constexpr (kDropout) sign_dropped(s, at, thread % 32);
+    weigh(s, weighing, lse, control.lse_of(ring.stage()), launch.unit, thread);
     if constexpr (kRoundedWeights) round_to(weights, s);
     if constexpr (!kPlainScores) start_scores(dp, own_keys(kVAt), queries(kOAt, ring));
     RowNumbers delta;
@@ -152,34 +196,54 @@ struct Consumer : ConsumerBase {
     wgmma_wait_group<0>();                 // dP is there
     if (leader() && at_last()) mbarrier_arrive(shared_address(&control.v_free));
     const auto weight = [&](int n) { return kRoundedWeights ? entry_of(weights, n) : s[n]; };
-    gradients_of(ds, dp, weight, derivative, at, edge, delta, delta_at, thread);
+    const auto removed = [&](int n) { return is_dropped(dropped, n); };
+    gradients_of(ds, dp, weight, removed, derivative, at, edge, delta, delta_at, thread);
     if constexpr (!kRoundedWeights) round_to(weights, s), round_to(ds, dp);
-    if constexpr (kDropout) remove_dropped(weights);
+    if constexpr (kDropout) remove_dropped(weights, dropped);
+    if constexpr (kStoreFirst) give_gradients(ds);
     bar_sync(kTurn + number, 256);
+    if constexpr (kQueriesFirst) start_queries_of(dq, step - 1);
     start_gradient(dv, weights, queries_by_rows(kOAt));
-    start_queries_of(dq, step() - 1);
-    give_gradients(ds, step());
+    if constexpr (!kQueriesFirst) start_queries_of(dq, step - 1);
+    if constexpr (!kStoreFirst) give_gradients(ds);
     start_gradient(dk, ds, queries_by_rows(kQAt));
     bar_arrive(kTurn + 1 - number, 256);
-    if (inside()) prepare_share();
-    wgmma_wait_group<1>();                 // dv and dq are there; dk runs on
-    if (leader()) mbarrier_arrive(barrier(control.ds_free, step() - 1)), mbarrier_arrive(barrier(control.o_free, ring.stage()));
+    if (inside) prepare_share();
+    wgmma_wait_group<kQueriesFirst ? 2 : 1>();      // dq is there
+    if (leader()) mbarrier_arrive(barrier(control.ds_free, step - 1));
     Ring<kStages> next = ring;
-    if (!at_last()) next.advance();      // else the scores of this tile once more, for nobody
-    start_next(next);
-    if (inside()) hand_on(dq);
+    const bool more = !at_last();
+    if (more) {                            // else the scores of this tile once more, for nobody
+      next.advance();
+      const bool next_head = tile == first;
+      head += next_head, tile = next_head ? last : tile - 1;
+    }
+    if (inside) hand_on(dq);
+    if constexpr (kQueriesFirst) wgmma_wait_group<1>();
+    if (leader()) mbarrier_arrive(barrier(control.o_free, ring.stage()));      // dv is there; dk runs on
+    start_next(next, tile, more);
+    prepare(next, head, tile);
     wgmma_wait_group<0>();
     if (leader()) mbarrier_arrive(barrier(control.q_free, ring.stage()));
     ring.advance();
+    step += 1, left -= 1, inside = true;
   }
 
   CF_DEVICE void end() {
     Queries dq;
-    start_queries_of(dq, step() - 1);
+    start_queries_of(dq, step - 1);
     prepare_share();
     wgmma_wait_group<0>();
-    if (leader()) mbarrier_arrive(barrier(control.ds_free, step() - 1)), mbarrier_arrive(shared_address(&control.k_free));
+    if (leader()) mbarrier_arrive(barrier(control.ds_free, step - 1)), mbarrier_arrive(shared_address(&control.k_free));
     hand_on(dq);
+  }
+
+  CF_DEVICE void query_tiles() {
+    if (!work().any()) return;
+    begin();
+    CF_UNROLL_1
+    while (left > 0) query_tile();
+    end();
   }
 
   CF_DEVICE void store() {

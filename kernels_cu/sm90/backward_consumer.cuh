@@ -30,8 +30,11 @@ struct ConsumerBase {
   }
   // Of the tile at that place of the pipeline, whose queries are there.
   CF_DEVICE void clear_queries(const Ring<kStages>& at) const {
-    const i32 live = work().sight.q_length - control.query_tiles[at.number % 4].tile * kBlockQ;
-    if (live >= kBlockQ || work().sight.q_length == p.seqlen_q) return;      // TMA's zeros need no help
+    clear_queries(at, work().sight.q_length, control.query_tiles[at.number % 4].tile);
+  }
+  CF_DEVICE void clear_queries(const Ring<kStages>& at, i32 q_length, i32 tile) const {
+    const i32 live = q_length - tile * kBlockQ;
+    if (live >= kBlockQ || q_length == p.seqlen_q) return;      // TMA's zeros need no help
     mbarrier_try_wait_parity(barrier(control.q_ready, at.stage()), at.parity());
     mbarrier_try_wait_parity(barrier(control.o_ready, at.stage()), at.parity());
     clear_rows<kBlockQ>(tiles + kQAt + at.stage() * kQueryBytes, live);
@@ -58,7 +61,7 @@ struct ConsumerBase {
     fence_proxy_async();
   }
 
-  // Of every piece of work: steps.begin(), steps.query_tile() and steps.end(); steps.store() where it closes.
+  // Of every piece of work: steps.query_tiles(); steps.store() where it closes.
   template <class Steps> CF_DEVICE void walk(Steps& steps) {
     steps.clear();
     CF_UNROLL_1
@@ -69,13 +72,8 @@ struct ConsumerBase {
         mbarrier_try_wait_parity(shared_address(&control.k_ready), work().before % 2);
         mbarrier_try_wait_parity(shared_address(&control.v_ready), work().before % 2);
         clear_keys(work().sight.kv_length - work().tile * kBlockKV);
-        steps.begin();
       }
-      CF_UNROLL_1
-      while (ring.number != work().end) steps.query_tile();
-      if (work().any()) {
-        steps.end();
-      }
+      steps.query_tiles();
       if (work().closes) steps.store(), steps.clear();
       barrier_of_warpgroup();              // `work` has been read
       if (leader()) mbarrier_arrive(barrier(control.work_free, slot.stage()));

@@ -120,6 +120,7 @@ struct Producer {
     control.query_tiles[ring.number % 4] = {head, tile};
     load<kBlockQ>(shared_tiles() + kQAt + ring.stage() * kQueryBytes, maps.q, barrier(control.q_free, ring.stage()),
                   ring.parity() ^ 1, ready, head, tile * kBlockQ, kBlockQ * 8);
+    forget();                              // step by step: it has few registers
     const float* stats = row_stats_of(p, work().item, head) + 2 * kBlockQ * tile;
     cp_async_bulk_load(control.lse_of(ring.stage()), stats, kBlockQ * 8, ready);
   }

@@ -78,7 +78,7 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     give_words(weights_at(), weights);
     if constexpr (kSoftcapOrAlibi) give_words(derivatives_at(), derivative);
     bar_arrive(kThere + place_of_weights(), 256);
-    if constexpr (kDropout) remove_dropped(weights);
+    if constexpr (kDropout) remove_signed(weights);
   }
 
   // The second one's: dA from them and dP.
@@ -90,8 +90,9 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     take_words(weights, weights_at());
     if constexpr (kSoftcapOrAlibi) take_words(derivative, derivatives_at());
     bar_arrive(kTaken + place_of_weights(), 256);
-    const auto weight = [&](int n) { return entry_of(weights, n); };
-    gradients_of(ds, s, weight, derivative, at, edge, delta, control.delta_of(ring.stage()), thread);
+    const auto weight = [&](int n) { return kDropout ? absolute(entry_of(weights, n)) : entry_of(weights, n); };
+    const auto dropped = [&](int n) { return entry_of(weights, n) < 0.0f; };
+    gradients_of(ds, s, weight, dropped, derivative, at, edge, delta, control.delta_of(ring.stage()), thread);
   }
 
   CF_DEVICE void query_tile() {
@@ -134,7 +135,11 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     clear_queries(ring);
     start_scores(s, rows, of_stage(columns));
   }
-  CF_DEVICE void end() const {}
+  CF_DEVICE void query_tiles() {
+    if (work().any()) begin();
+    CF_UNROLL_1
+    while (ring.number != work().end) query_tile();
+  }
   CF_DEVICE void store() {
     const i32 own = i32(opaque(thread)), warp_row = own / 32 * 16, lane = own % 32;
     const u32 handed = tiles + kHandedAt + number * kHandedBytes;

@@ -149,6 +149,41 @@ CF_DEVICE void weigh(Scores& s, const Weighing& by, RowNumbers& lse, u32 lse_log
   }
 }
 
+// Which weights dropout removes: bit 16 x + k for entry 2 k + x. One Philox call serves eight elements that lie in one lane
+// where queries run along rows, so the bits are drawn in that order and turned. With 16 random bits u and a threshold T from
+// 2^15 on, larger(u, T - 1) + 0x8000 - T is 0x7fff for a weight that is kept and, as signed number, negative for one that
+// is dropped; for smaller T all bits are inverted.
+CF_DEVICE u32 draw(const Place& at, i32 lane) {
+  static_assert(!kDropout || kScores == 32, "a bit for each entry");
+  DropoutStream stream = at.work.dropout;
+  stream.t = matrix_number(at.p, at.work.item, at.head);
+  if (stream.threshold > 0xffffu) return 0;              // all are kept
+  if (!stream.aligned()) {                               // the elements of a group lie in others of the whole matrix
+    u32 dropped = 0;
+    CF_UNROLL_1
+    for (i32 n = 0; n < kScores; ++n) {
+      dropped |= u32(!stream.kept(at.query + n / 4 * 8 + n % 2, at.key + n / 2 % 2 * 8)) << (n % 2 * 16 + n / 2);
+    }
+    return dropped;
+  }
+  const bool inverted = stream.threshold < 0x8000u;
+  const u32 flip = inverted ? ~0u : 0u, threshold = inverted ? 0x10000u - stream.threshold : stream.threshold;
+  const u32 most = (threshold - 1) * 0x10001u, shift = (0x8000u - threshold & 0xffffu) * 0x10001u;
+  const Words first = stream.counter_of(u32(at.query - lane % 4 * 2 + lane / 4 + stream.origin_i),
+                                        u32(at.key - lane / 4 + lane % 4 * 2 + stream.origin_j));
+  Words words[kBlockQ / 16];
+  CF_UNROLL
+  for (int group = 0; group < kBlockQ / 16; ++group) words[group] = first, words[group].word[1] += 8 * group;
+  philox_in_step(words, stream.key0, stream.key1);
+  u32 kept = 0;
+  CF_UNROLL
+  for (int k = 15; k >= 0; --k) {                        // word 2 a + b: queries + 8 a, keys + 8 b
+    kept = 2 * kept + add_min_relu_s16x2(max_u16x2(words[k / 4].word[k % 4] ^ flip, most), shift, 0x00010001u);
+  }
+  return movmatrix_trans(kept ^ ~flip);
+}
+CF_DEVICE bool is_dropped(u32 dropped, int n) { return (dropped >> (n % 2 * 16 + n / 2) & 1u) != 0; }
+
 // Words of the 16 x 16 group at the 16 queries from `query` and the warp's 16 keys: word 2 h + b is for keys + 8 h and
 // queries + 8 b, half x for query x. They are drawn with queries on rows and turned.
 CF_DEVICE Words words_of(const DropoutStream& stream, const Place& at, int group, i32 lane) {
@@ -198,16 +233,20 @@ CF_DEVICE void round_to(Operand& to, const Scores& from) {
 }
 
 // Weights with a minus sign become 0.
-CF_DEVICE void remove_dropped(Operand& weights) {
+CF_DEVICE void remove_signed(Operand& weights) {
   CF_UNROLL
   for (int n = 0; n < kScores / 2; ++n) weights[n] &= ~prmt(weights[n], 0, 0xbb99u);      // of each half: its sign in every bit
+}
+CF_DEVICE void remove_dropped(Operand& weights, u32 dropped) {
+  CF_UNROLL
+  for (int n = 0; n < kScores / 2; ++n) weights[n] &= ~prmt(dropped << (15 - n), 0, 0xbb99u);
 }
 
 // dA of a tile from its weights, dP in dp, and delta of its queries (at `from`, if not loaded early). `edge`: some key is
 // not seen by some query.
-template <class Weight>
-CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, const Operand& derivative, const Place& at, bool edge,
-                            RowNumbers& delta, u32 from, i32 thread) {
+template <class Weight, class Dropped>
+CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped dropped, const Operand& derivative, const Place& at,
+                            bool edge, RowNumbers& delta, u32 from, i32 thread) {
   if (!kPlainScores || edge) {                             // what stands there, NaN too, is never seen
     CF_UNROLL
     for (int n = 0; n < kScores; ++n) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
@@ -220,8 +259,8 @@ CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, const Operan
     for (int n = 4 * j; n < 4 * j + 4; ++n) {
       const float own_delta = delta.of(n);
       float gain = dp[n] - own_delta;
-      if constexpr (kDropout) gain = weight(n) < 0.0f ? -own_delta : fused(dp[n], kept, -own_delta);
-      dp[n] = kDropout ? absolute(weight(n)) * gain : weight(n) * gain;
+      if constexpr (kDropout) gain = fused(dropped(n) ? 0.0f : dp[n], kept, -own_delta);
+      dp[n] = weight(n) * gain;
       if constexpr (kSoftcapOrAlibi) dp[n] *= entry_of(derivative, n);
     }
     if constexpr (kRoundedWeights) {

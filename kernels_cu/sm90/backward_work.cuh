@@ -24,6 +24,7 @@ struct Work {
   Item item;
   Visibility sight;
   Interval whole[kConsumers];      // queries that see all keys of a consumer
+  DropoutStream dropout;           // but for the number of the score matrix
 
   CF_DEVICE bool any() const { return last >= first; }
   CF_DEVICE i32 lead(int axis) const { return item.at[kLeadAxes - 1 - axis]; }      // as TMA counts them
@@ -65,6 +66,8 @@ CF_DEVICE void prepare(Work& work, const Work& before, const Params& p, const La
     fence_acq_rel_cta();
     work.whole[n].stop = sight.rows_of_all(from, from + kConsumerKeys).stop;
   }
+  fence_acq_rel_cta();
+  if constexpr (kDropout && kHeadDim <= 128) work.dropout = dropout_of(p, work.item, 0);
   fence_acq_rel_cta();
   work.before = before.before + before.any();
   work.begin = before.end;
