@@ -72,6 +72,23 @@ def test_the_query_gradients_apply_the_published_mask(cupy, dtype, d, layout):
     np.testing.assert_array_equal(host(gradients.q) != 0, expected_mask(batch, heads, m, n))
 
 
+@pytest.mark.parametrize(
+    ("p", "origin"), [(0.1, (0, 0, 0)), (0.5, (7, 32, 16)), (0.75, (0, 16, 0)), (1.0, (0, 0, 0))]
+)
+@pytest.mark.parametrize("columns", [60, 128, 200])  # of values: kernels for head dims 64, 128 and 256
+def test_groups_of_the_whole_matrix_are_drawn_as_published(cupy, columns, p, origin):
+    """Where 16 x 16 blocks fall together with those of the whole matrix, eight elements are drawn at once."""
+    options = {"dropout_p": p, "dropout_seed": SEED, "dropout_origin": origin}
+    heads, n = 2, 150
+    q, k = (cupy.zeros((1, heads, length, 64), np.float16) for length in (columns, n))
+    v = cupy.ones((1, heads, n, columns), np.float16)
+    dout = cupy.broadcast_to(cupy.eye(columns, dtype=np.float16), (1, heads, columns, columns)).copy()
+    _, vjp = cupyflash.attention_vjp(q, k, v, wrt="v", **options)
+    kept = host(vjp(dout).v) != 0
+    expected = cupyflash.dropout_mask((1, heads, columns, n), p, SEED, origin=origin)
+    np.testing.assert_array_equal(kept.swapaxes(-1, -2), expected)
+
+
 def test_a_device_seed_gives_the_bits_of_the_same_number(cupy):
     q = k = cupy.zeros((1, 1, 40, 8), np.float32)
     v = cupy.eye(40, dtype=np.float32)[None, None]
