@@ -13,6 +13,14 @@ static_assert(kChunk % (8 * kVec) == 0, "rows are an odd number of 16-byte words
 using Vector = Packed<Score, kVec>;
 CF_DEVICE Vector load_vector(const Score* address) { return *reinterpret_cast<const Vector*>(address); }
 
+template <int kR, int kCols> CF_DEVICE void clear(Score (&acc)[kR][kCols]) {
+  CF_UNROLL
+  for (int r = 0; r < kR; ++r) {
+    CF_UNROLL
+    for (int c = 0; c < kCols; ++c) acc[r][c] = Score(0);
+  }
+}
+
 // acc[q][k] += sum over c < depth of a[q][c] * b[k][c]. Thread row q begins at a + q * kStepA, k at b + k * kStepB.
 template <int kQ, int kK, int kStepA, int kStepB>
 CF_DEVICE void multiply_by_transposed(Score (&acc)[kQ][kK], const Score* a, const Score* b, i32 depth) {
@@ -50,37 +58,37 @@ CF_DEVICE void multiply_by_transposed(Score (&acc)[kQ][kK], const Score* a, cons
 
 // acc[r][g * kVec + x] += sum over k < kDepth of a[r][k] * b[k][column], thread row r at a + r * kStepA, row k of b at
 // b + k * kStepB. A thread has kVec neighbouring columns of every group of kLanesX * kVec; b points to its first ones,
-// group g is kPanel / (kLanesX * kVec) groups to a panel, panels kPanelStep apart.
+// group g is kPanel / (kLanesX * kVec) groups to a panel, panels kPanelStep apart. Products are summed apart, group by
+// group, and their sum is added once: a sum of many tiles is rounded once a tile and not once a product.
 template <int kR, int kCols, int kDepth, int kStepA, int kStepB, int kPanel, int kPanelStep>
 CF_DEVICE void multiply(Score (&acc)[kR][kCols], const Score* a, const Score* b) {
   constexpr int kGroup = kLanesX * kVec;
   static_assert(kPanel % kGroup == 0, "a group lies within a panel");
-  CF_UNROLL_1
-  for (i32 k = 0; k < kDepth; k += kVec) {
-    Vector rows[kR];
-    CF_UNROLL
-    for (int r = 0; r < kR; ++r) rows[r] = load_vector(a + r * kStepA + k);
-    CF_UNROLL
-    for (int y = 0; y < kVec; ++y) {
+  CF_UNROLL
+  for (int g = 0; g < kCols / kVec; ++g) {
+    const Score* cols = b + g * kGroup / kPanel * kPanelStep + g * kGroup % kPanel;
+    Score sums[kR][kVec];
+    clear(sums);
+    CF_UNROLL_1
+    for (i32 k = 0; k < kDepth; k += kVec) {
+      Vector rows[kR];
       CF_UNROLL
-      for (int g = 0; g < kCols / kVec; ++g) {
-        const int column = g * kGroup;
-        const Vector col = load_vector(b + (k + y) * kStepB + column / kPanel * kPanelStep + column % kPanel);
+      for (int r = 0; r < kR; ++r) rows[r] = load_vector(a + r * kStepA + k);
+      CF_UNROLL
+      for (int y = 0; y < kVec; ++y) {
+        const Vector col = load_vector(cols + (k + y) * kStepB);
         CF_UNROLL
         for (int x = 0; x < kVec; ++x) {
           CF_UNROLL
-          for (int r = 0; r < kR; ++r) acc[r][g * kVec + x] = fused(rows[r].value[y], col.value[x], acc[r][g * kVec + x]);
+          for (int r = 0; r < kR; ++r) sums[r][x] = fused(rows[r].value[y], col.value[x], sums[r][x]);
         }
       }
     }
-  }
-}
-
-template <int kR, int kCols> CF_DEVICE void clear(Score (&acc)[kR][kCols]) {
-  CF_UNROLL
-  for (int r = 0; r < kR; ++r) {
     CF_UNROLL
-    for (int c = 0; c < kCols; ++c) acc[r][c] = Score(0);
+    for (int r = 0; r < kR; ++r) {
+      CF_UNROLL
+      for (int x = 0; x < kVec; ++x) acc[r][g * kVec + x] += sums[r][x];
+    }
   }
 }
 
