@@ -198,23 +198,22 @@ template <class T> struct ColumnReader {
 template <class T> struct RowReader {
   u32 start = T::place(2 * lane_in_group(), lane_group() * kAtOnce / kChunk) + lane_group() * kAtOnce % kChunk * sizeof(Element);
 
-  // Slot x of the sixteen rows from 16 k in line `line`: row r of eight changes bits of the place.
-  CF_DEVICE u32 at(u32 tile, int k, int line, int x) const {
-    return ((tile + start) ^ (x % 2 * 64)) + (16 * k + x / 2 * 8 + x % 2) * T::kRowBytes + line * 128;
-  }
-  // Right factors for each column tile of the line.
+  // The sixteen rows from 16 k in line `line`: right factors for each of its column tiles. The row's number and, of double,
+  // the column tile change one bit of the place.
   CF_DEVICE void read(Right (&right)[kChunk], u32 tile, int k, int line) const {
+    const u32 places[2] = {tile + start, (tile + start) ^ 64};
     CF_UNROLL
     for (int x = 0; x < 4; ++x) {
+      const int offset = (16 * k + x / 2 * 8 + x % 2) * T::kRowBytes + line * 128;
       Element values[kChunk];
-      read_slot(values, at(tile, k, line, x));
+      read_slot(values, places[x % 2] + offset, places[1 - x % 2] + offset);
       CF_UNROLL
       for (int j = 0; j < kChunk; ++j) right[j].set(x, values[j]);
     }
   }
-  static CF_DEVICE void read_slot(float (&values)[4], u32 address) { ld_shared_chunk(values, address); }
-  static CF_DEVICE void read_slot(double (&values)[2], u32 address) {
-    values[0] = ld_shared<double>(address), values[1] = ld_shared<double>(address ^ 64);
+  static CF_DEVICE void read_slot(float (&values)[4], u32 address, u32) { ld_shared_chunk(values, address); }
+  static CF_DEVICE void read_slot(double (&values)[2], u32 address, u32 next) {
+    values[0] = ld_shared<double>(address), values[1] = ld_shared<double>(next);
   }
 };
 
