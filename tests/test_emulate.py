@@ -284,3 +284,14 @@ def test_gradients_are_added_to_what_is_there():
         np.testing.assert_allclose(getattr(there, name), getattr(alone, name) + 1, rtol=1e-6, atol=1e-6)
     delta = np.einsum("...e,...e->...", dout, out)
     assert_same(machine.attention_backward(dout, q, k, v, None, lse, delta=delta, wrt="v").v, alone.v)
+
+
+def test_long_sums_are_rounded_once_a_tile():
+    """Of equal weights: gradients of values are sums of dout, rounded 2048 times one by one, 64 times by tiles."""
+    q, k = np.zeros((1, 2048, 1), np.float32), np.zeros((1, 2, 1), np.float32)
+    dout = np.random.default_rng(3).random((1, 2048, 8), np.float32)
+    machine, v = Machine(compute_capability=PORTABLE), dout[:, :2]
+    out, lse = machine.attention(q, k, v)
+    dv = machine.attention_backward(dout, q, k, v, out, lse, wrt=("v",)).v
+    worst = np.abs(dv / (dout.sum(axis=1, dtype=np.float64)[:, None] / 2) - 1).max()
+    assert worst < 2**-22, f"{worst:.1e}"

@@ -36,7 +36,14 @@
 //   counts for four tiles at once besides                  43.9 / 44.6, 38.5 / 40.0     31.0 / 30.8, 28.5 / 28.7
 //   tiles of 32 queries in one place for D 128                                          31.8 /    -, 31.4 /    -
 //   these (the best of each) in no order                   46.9 / 46.6, 44.1 / 43.5     32.8 / 31.7, 31.5 / 30.4
-// float64 of D 64 with 128 keys and 16 queries 28.4, with 32 keys and two blocks 19.3, with 64 queries in one place 30.3.
+//   dq added in whole sectors of 32 bytes                                               36.2 / 31.1, 34.7 / 30.3
+//   doubles read one by one (product.cuh)                                               37.1 / 31.3, 36.5 / 29.8
+//   the same in no order                                                                39.0 / 33.4, 37.1 / 31.7
+// The order of axes in memory costs nothing. Before sectors were whole, float64 of D 128 without adding to dq was 38; also
+// without exponentials 40.5; also without copies of Q and dO 45 (wrong results). Slower at D 128: half of Q and dO on its
+// way while the other half is read 36.1; both asked for early, into L2, 36.4; second warps' dq while first ones take
+// exponentials, dA in the place of P, 32.5; 16 queries 31.9. At D 64: 128 keys and 16 queries 28.4, 32 keys and two blocks
+// 19.3 (both before); 64 queries in one place 34.4 / 32.7, but it spills.
 //
 // Shared memory: K, V, kStages tiles of Q and dO, P, lse and delta of as many, and dA, the block's work.
 #pragma once
