@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) cupyflash_forward(cons
     warp_barrier();                      // the weights before have been read
     store_weights(s, smem, col);
     warp_barrier();                      // the weights are there
-    multiply<kQ, kCols, kBlockKV, kLanesY * Tile::kStep, kHeadDimV, kHeadDimV, 0>(
+    multiply<false, kQ, kCols, kBlockKV, kLanesY * Tile::kStep, kHeadDimV, kHeadDimV, 0>(
         acc, smem.weights + lane_y() * Tile::kStep, smem.v + kVec * lane_x());
   }
   finish_rows(softmax, factor, p, work);

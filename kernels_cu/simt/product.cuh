@@ -58,17 +58,17 @@ CF_DEVICE void multiply_by_transposed(Score (&acc)[kQ][kK], const Score* a, cons
 
 // acc[r][g * kVec + x] += sum over k < kDepth of a[r][k] * b[k][column], thread row r at a + r * kStepA, row k of b at
 // b + k * kStepB. A thread has kVec neighbouring columns of every group of kLanesX * kVec; b points to its first ones,
-// group g is kPanel / (kLanesX * kVec) groups to a panel, panels kPanelStep apart. Products are summed apart, group by
-// group, and their sum is added once: a sum of many tiles is rounded once a tile and not once a product.
-template <int kR, int kCols, int kDepth, int kStepA, int kStepB, int kPanel, int kPanelStep>
+// group g is kPanel / (kLanesX * kVec) groups to a panel, panels kPanelStep apart. kApart: products are summed apart,
+// group by group, and their sum is added once, so that a sum over many tiles is rounded once a tile and not once a product.
+template <bool kApart, int kR, int kCols, int kDepth, int kStepA, int kStepB, int kPanel, int kPanelStep>
 CF_DEVICE void multiply(Score (&acc)[kR][kCols], const Score* a, const Score* b) {
-  constexpr int kGroup = kLanesX * kVec;
+  constexpr int kGroup = kLanesX * kVec, kWidth = kApart ? kVec : kCols;
   static_assert(kPanel % kGroup == 0, "a group lies within a panel");
   CF_UNROLL
-  for (int g = 0; g < kCols / kVec; ++g) {
-    const Score* cols = b + g * kGroup / kPanel * kPanelStep + g * kGroup % kPanel;
-    Score sums[kR][kVec];
-    clear(sums);
+  for (int first = 0; first < kCols; first += kWidth) {
+    Score sums[kR][kWidth];
+    CF_UNROLL
+    for (int n = 0; n < kR * kWidth; ++n) sums[n / kWidth][n % kWidth] = kApart ? Score(0) : acc[n / kWidth][n % kWidth];
     CF_UNROLL_1
     for (i32 k = 0; k < kDepth; k += kVec) {
       Vector rows[kR];
@@ -76,18 +76,22 @@ CF_DEVICE void multiply(Score (&acc)[kR][kCols], const Score* a, const Score* b)
       for (int r = 0; r < kR; ++r) rows[r] = load_vector(a + r * kStepA + k);
       CF_UNROLL
       for (int y = 0; y < kVec; ++y) {
-        const Vector col = load_vector(cols + (k + y) * kStepB);
         CF_UNROLL
-        for (int x = 0; x < kVec; ++x) {
+        for (int c = 0; c < kWidth; c += kVec) {
+          const int column = (first + c) / kVec * kGroup;
+          const Vector col = load_vector(b + (k + y) * kStepB + column / kPanel * kPanelStep + column % kPanel);
           CF_UNROLL
-          for (int r = 0; r < kR; ++r) sums[r][x] = fused(rows[r].value[y], col.value[x], sums[r][x]);
+          for (int x = 0; x < kVec; ++x) {
+            CF_UNROLL
+            for (int r = 0; r < kR; ++r) sums[r][c + x] = fused(rows[r].value[y], col.value[x], sums[r][c + x]);
+          }
         }
       }
     }
     CF_UNROLL
-    for (int r = 0; r < kR; ++r) {
-      CF_UNROLL
-      for (int x = 0; x < kVec; ++x) acc[r][g * kVec + x] += sums[r][x];
+    for (int n = 0; n < kR * kWidth; ++n) {
+      Score& to = acc[n / kWidth][first + n % kWidth];
+      to = kApart ? to + sums[n / kWidth][n % kWidth] : sums[n / kWidth][n % kWidth];
     }
   }
 }

@@ -39,11 +39,11 @@
 //   dq added in whole sectors of 32 bytes                                               36.2 / 31.1, 34.7 / 30.3
 //   doubles read one by one (product.cuh)                                               37.1 / 31.3, 36.5 / 29.8
 //   the same in no order                                                                39.0 / 33.4, 37.1 / 31.7
-// The order of axes in memory costs nothing. Before sectors were whole, float64 of D 128 without adding to dq was 38; also
-// without exponentials 40.5; also without copies of Q and dO 45 (wrong results). Slower at D 128: half of Q and dO on its
-// way while the other half is read 36.1; both asked for early, into L2, 36.4; second warps' dq while first ones take
-// exponentials, dA in the place of P, 32.5; 16 queries 31.9. At D 64: 128 keys and 16 queries 28.4, 32 keys and two blocks
-// 19.3 (both before); 64 queries in one place 34.4 / 32.7, but it spills.
+// The order of axes in memory costs nothing. Before sectors were whole, float64 of D 128 without adding to dq was 38;
+// without exponentials too 40.5; without copies of Q and dO too 45 (wrong results). Slower at D 128: half of Q and dO
+// on its way while the other half is read 36.1; both asked for early, into L2, 36.4; second warps' dq while first ones
+// take exponentials, dA in the place of P, 32.5; 16 queries 31.9. At D 64: 128 keys and 16 queries 28.4, 32 keys and
+// two blocks 19.3 (both before); 64 queries in one place 34.4 / 32.7, but it spills.
 //
 // Shared memory: K, V, kStages tiles of Q and dO, P, lse and delta of as many, and dA, the block's work.
 #pragma once
@@ -232,8 +232,7 @@ struct Backward {
       CF_UNROLL
       for (int n = 0; n < kR * kC; ++n) {
         const i32 column = key_place(pair() * kPairRows + fragment_row(n / kC));
-        const u32 to = a_tile(tile) + TileA::place(score_col(n % kC), column / kChunk);
-        st_shared(to + column % kChunk * i32(sizeof(Score)), dp[n / kC][n % kC]);
+        st_shared(a_tile(tile) + TileA::element_place(score_col(n % kC), column), dp[n / kC][n % kC]);
       }
     }
     multiply<true>(dk, dp, q_tile(tile), sum_q);

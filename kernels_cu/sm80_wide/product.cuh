@@ -170,7 +170,7 @@ template <int kRows, int kCols> CF_DEVICE void clear(Element (&acc)[kRows][kCols
 
 // Where a lane reads factors whose places are columns: the slots of a step in row g of eight rows.
 template <class T> struct ColumnReader {
-  u32 start = T::place(lane_group(), lane_in_group() * kAtOnce / kChunk) + lane_in_group() * kAtOnce % kChunk * sizeof(Element);
+  u32 start = T::element_place(lane_group(), lane_in_group() * kAtOnce);
 
   // Slots from x on of step k in row g of the eight rows from `row`, a multiple of 8: within a line, bits of the place.
   CF_DEVICE u32 at(u32 tile, i32 row, int k, int x) const {
@@ -190,16 +190,16 @@ template <class T> struct ColumnReader {
   }
   // An element as it was.
   static CF_DEVICE float element(u32 tile, i32 row, i32 col) {
-    return ld_shared_f32(tile + T::place(row, col / kChunk) + col % kChunk * sizeof(Element));
+    return ld_shared_f32(tile + T::element_place(row, col));
   }
 };
 
 // Where a lane reads factors whose places are rows: of rows 2 t, 2 t + 1 of eight rows, columns g kAtOnce on.
 template <class T> struct RowReader {
-  u32 start = T::place(2 * lane_in_group(), lane_group() * kAtOnce / kChunk) + lane_group() * kAtOnce % kChunk * sizeof(Element);
+  u32 start = T::element_place(2 * lane_in_group(), lane_group() * kAtOnce);
 
-  // The sixteen rows from 16 k in line `line`: right factors for each of its column tiles. The row's number and, of double,
-  // the column tile change one bit of the place.
+  // The sixteen rows from 16 k in line `line`: right factors for each of its column tiles. The row's number and, of
+  // double, the column tile change one bit of the place.
   CF_DEVICE void read(Right (&right)[kChunk], u32 tile, int k, int line) const {
     const u32 places[2] = {tile + start, (tile + start) ^ 64};
     CF_UNROLL

@@ -47,7 +47,8 @@ template <int kRows, int kCols> CF_DEVICE void store_tile(const Element (&acc)[k
 
 // Adds a line of results, from column `col` on, to rows of global memory; entry [u] goes to row `row` + fragment_row(u).
 template <int kRows>
-CF_DEVICE void add_line(const float (&acc)[kRows][8], const Rows<float>& rows, i32 row, i32 row_stop, i32 col, i32 col_stop) {
+CF_DEVICE void add_line(const float (&acc)[kRows][8], const Rows<float>& rows, i32 row, i32 row_stop, i32 col,
+                        i32 col_stop) {
   const bool packed = rows.packed<kChunk>();
   CF_UNROLL
   for (int n = 0; n < 2 * kRows; ++n) {
@@ -77,7 +78,8 @@ CF_DEVICE void exchange(double& x, double& y, u32 bit) {
 // The same for double. The memory adds whole sectors of 32 bytes as fast as parts of them: the four lanes of a group
 // exchange columns until an instruction takes four neighbours.
 template <int kRows>
-CF_DEVICE void add_line(const double (&acc)[kRows][4], const Rows<double>& rows, i32 row, i32 row_stop, i32 col, i32 col_stop) {
+CF_DEVICE void add_line(const double (&acc)[kRows][4], const Rows<double>& rows, i32 row, i32 row_stop, i32 col,
+                        i32 col_stop) {
   CF_UNROLL
   for (int u = 0; u < kRows; ++u) {
     const i32 i = row + fragment_row(u);

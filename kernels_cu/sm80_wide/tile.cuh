@@ -19,6 +19,9 @@ template <int kRows, int kCols> struct Tile {
   static CF_DEVICE u32 place(i32 row, i32 chunk) {
     return row * kRowBytes + (chunk ^ (row / 2 % 4 * 2) ^ (row % 2 * 4)) * 16;
   }
+  static CF_DEVICE u32 element_place(i32 row, i32 col) {
+    return place(row, col / kChunk) + col % kChunk * i32(sizeof(Element));
+  }
   static CF_DEVICE void load(u32 tile, const ElementRows& rows, i32 row, i32 row_stop, i32 col_stop);
 };
 
