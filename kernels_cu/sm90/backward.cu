@@ -122,6 +122,11 @@ struct Consumer : ConsumerBase {
     if (thread % 32 == 0) mbarrier_arrive(barrier(control.ds_ready, step));
   }
 
+  // dq has been computed from those before; each warp says it for itself.
+  CF_DEVICE void free_gradients() const {
+    if (thread % 32 == 0) mbarrier_arrive(barrier(control.ds_free, step - 1));
+  }
+
   // The share of the tile before goes to where the herald fetches it, half of it from each consumer.
   CF_DEVICE void prepare_share() const {
     const u32 share = ring.number - 1;
@@ -210,7 +215,7 @@ struct Consumer : ConsumerBase {
     bar_arrive(kTurn + 1 - number, 256);
     if (inside) prepare_share();
     wgmma_wait_group<kQueriesFirst ? 2 : 1>();      // dq is there
-    if (leader()) mbarrier_arrive(barrier(control.ds_free, step - 1));
+    free_gradients();
     Ring<kStages> next = ring;
     const bool more = !at_last();
     if (more) {                            // else the scores of this tile once more, for nobody
@@ -234,7 +239,8 @@ struct Consumer : ConsumerBase {
     start_queries_of(dq, step - 1);
     prepare_share();
     wgmma_wait_group<0>();
-    if (leader()) mbarrier_arrive(barrier(control.ds_free, step - 1)), mbarrier_arrive(shared_address(&control.k_free));
+    free_gradients();
+    if (leader()) mbarrier_arrive(shared_address(&control.k_free));
     hand_on(dq);
   }
 

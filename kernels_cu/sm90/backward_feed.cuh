@@ -47,7 +47,7 @@ CF_DEVICE void initialise_barriers(Control& control, bool ushered) {
   mbarrier_init(control.k_free, kConsumers), mbarrier_init(control.v_free, kConsumers);
   for (i32 n = 0; n < 2; ++n) {
     mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], kConsumers + 1 + ushered);
-    mbarrier_init(control.ds_ready[n], 4 * kConsumers), mbarrier_init(control.ds_free[n], kConsumers);
+    mbarrier_init(control.ds_ready[n], 4 * kConsumers), mbarrier_init(control.ds_free[n], 4 * kConsumers);
     mbarrier_init(control.turn_ready[n], 1), mbarrier_init(control.turn_taken[n], 1);
     mbarrier_init(control.share_there[n], 4 * kConsumers), mbarrier_init(control.share_free[n], 1);
   }
