@@ -1,4 +1,4 @@
-"""The Hopper backward of wide heads on a CPU: options, lengths, groups, and queries that items share."""
+"""The Hopper backward on a CPU: options, lengths, groups, and queries that items share."""
 
 from __future__ import annotations
 
@@ -62,3 +62,17 @@ def test_queries_that_items_share():
     q, _, _ = qkv(np, 1, 2, 140, 1, 256, dtype=BFLOAT16)
     _, k, v = qkv(np, 3, 2, 1, 150, 256, dtype=BFLOAT16)
     run(q, k, v, kv_lengths=np.array([150, 0, 60]))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("p", [0.0, 0.6])
+def test_narrow_heads_in_turn(d, p):
+    """Blocks of several key tiles; dropout of more than half inverts its bits."""
+    machine = Machine("plain", compute_capability=90)
+    dropout = {"dropout_p": p, "dropout_seed": 7} if p else {}
+    lengths = {"q_lengths": np.array([170, 30]), "kv_lengths": np.array([100, 200])}
+    check(*qkv(np, 2, 2, 170, 200, d, heads_kv=1, dtype=BFLOAT16), via=vjp_on(machine), **lengths, **dropout)
+    assert [config.kernel for config in machine.launched if config.family == "sm90"] == [
+        "forward",
+        "backward",
+    ]

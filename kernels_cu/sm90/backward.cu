@@ -53,7 +53,7 @@
 //     without turns                                                   617 577 460 / 624 534 339
 //     weights rounded first                                           629 580 459 / 617 532 339
 //
-// Head dim 64 in the same run (cuDNN 464 460 372 / 452 387 251): 522 503 394 / 505 419 281, then 555 533 414 / 539 435 292;
+// Head dim 64 in the same run (cuDNN 464 460 372 / 452 387 251): 522 503 394 / 505 419 281, then 546 538 418 / 543 439 294;
 // without turns 506 493 398 / 499 418 285.
 //
 // Dropout of 0.1 at (4, 16, 4096, 128), against the time without: 1.39, words of one 16 x 16 group after the other behind a
@@ -62,7 +62,8 @@
 // Head dim 64: 2.07, 1.81, with dq before dv 1.66.
 //
 // What gave nothing or less: dP of the next tile after its scores (4 % less: nothing of a warpgroup's own runs while it
-// weighs), turns that end after both (13 % less), exponentials held before dP is awaited, dq before dv at head dim 128, dv
+// weighs), turns that end after both (13 % less), exponentials held before dP is awaited
+// (the last four rows are with it; at 4096 keys 583 / 531 without), dq before dv at head dim 128, dv
 // started before dP is awaited, scores of the next tile before dk (registers), dq added straight from registers, three
 // stages, two heralds by tile or by consumer (head dim 64: 5 % less).
 //
