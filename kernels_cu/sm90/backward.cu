@@ -62,10 +62,9 @@
 // Head dim 64: 2.07, 1.81, with dq before dv 1.66.
 //
 // What gave nothing or less: dP of the next tile after its scores (4 % less: nothing of a warpgroup's own runs while it
-// weighs), turns that end after both (13 % less), exponentials held before dP is awaited
-// (the last four rows are with it; at 4096 keys 583 / 531 without), dq before dv at head dim 128, dv
-// started before dP is awaited, scores of the next tile before dk (registers), dq added straight from registers, three
-// stages, two heralds by tile or by consumer (head dim 64: 5 % less).
+// weighs), turns that end after both (13 % less), exponentials held before dP is awaited (the last four rows are with it; at
+// 4096 keys 583 / 531 without), dq before dv at head dim 128, dv started before dP is awaited, scores of the next tile before
+// dk (registers), dq added straight from registers, three stages, two heralds by tile or by consumer (head dim 64: 5 % less).
 //
 // In turn each block of a head runs as fast as the slowest before it: the fewer of a head run at once, the less it costs.
 // A choice of four heads side by side without a mask and of 16 to 64 with one gave 1 to 4 % (sm90_backward.py).
