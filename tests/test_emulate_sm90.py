@@ -91,7 +91,10 @@ def test_masks_and_biases_that_repeat_and_other_dtypes():
     run(64, mask=np.where(MASK, 128, 0).astype(np.uint8).view(bool))
     run(64, mask=MASK[:1], scale=-0.2)
     run(64, bias=BIAS[:, :, :1].astype(BFLOAT16))
-    run(64, bias=normal(np, (2, M, N), np.float32, 5))
+    single = normal(np, (2, M, N), np.float32, 5)
+    run(64, bias=single)
+    run(64, bias=single, mask=MASK, softcap=30.0)
+    run(64, bias=single, **OPTIONS["alibi"])
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

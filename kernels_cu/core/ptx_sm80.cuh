@@ -27,6 +27,8 @@ CF_DEVICE void cp_async_16(u32 to, const void* source, u32 bytes) {
 CF_DEVICE void cp_async_4(u32 to, const void* source, u32 bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(source), "r"(bytes) : "memory");
 }
+// The 128 bytes around an address of global memory are brought to the L2 cache.
+CF_DEVICE void prefetch_l2(const void* at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 CF_DEVICE void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most N of this thread's groups are in flight.
 template <int N> CF_DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory"); }
@@ -151,6 +153,11 @@ CF_DEVICE double ld_shared_f64(u32 address) {
 }
 CF_DEVICE void ld_shared_f64x2(double (&x)[2], u32 address) {
   asm volatile("ld.shared.v2.f64 {%0, %1}, [%2];" : "=d"(x[0]), "=d"(x[1]) : "r"(address) : "memory");
+}
+CF_DEVICE u32 ld_shared_u16(u32 address) {
+  u16 x;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+  return x;
 }
 CF_DEVICE float ld_shared_f32(u32 address) {
   float x;

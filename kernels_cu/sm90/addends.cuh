@@ -1,68 +1,90 @@
-// Mask and bias on their way to scores. A warp's rows of the next key tile come to shared memory (cp.async) while it is
-// busy with the tile before: no register waits for memory. A bias that is not of q's dtype is read from where it lies.
+// Mask and bias on their way to scores. A warp's rows of a key tile come to shared memory (cp.async) kAddendStages
+// tiles ahead: no register waits for memory. A bias that is not of q's dtype is read from where it lies; before, it
+// comes to the L2 cache.
 #pragma once
 #include "sm90/softmax.cuh"
 
 constexpr i32 kPairs = kBlockKV / 8;                  // of a thread and row: columns 8 j and 8 j + 1
 
-constexpr u32 kBiasRowBytes = 2 * kBlockKV, kMaskRowBytes = kBlockKV;
-constexpr u32 kAddendBytes = kMaskOrBias ? kBlockQ * (kMaskRowBytes + kBiasRowBytes) : 0;
+// Rows are an odd number of 16 bytes apart, so that eight of one column lie in different banks.
+constexpr u32 kMaskRowBytes = 16 * (kBlockKV / 16 | 1), kBiasRowBytes = 2 * kBlockKV + 16;
+constexpr u32 kAddendStageBytes = kBlockQ * (kMaskRowBytes + kBiasRowBytes);
+constexpr u32 kAddendBytes = kAddendStages * kAddendStageBytes;
+constexpr i32 kAhead = kMaskOrBias ? kAddendStages : 1;
 
-// Where a warp's 16 rows lie in shared memory. Chunks of 16 bytes of the bias are swizzled so that eight rows of one
-// column lie in different banks.
+// Where a warp's 16 rows of a key tile lie in shared memory.
 struct AddendTile {
   u32 bias, mask;
 
   CF_DEVICE AddendTile(u32 at, i32 warp)
       : bias(at + kBlockQ * kMaskRowBytes + warp * 16 * kBiasRowBytes), mask(at + warp * 16 * kMaskRowBytes) {}
-  CF_DEVICE u32 bias_chunk(i32 row, i32 chunk) const {
-    constexpr i32 kStep = kBiasRowBytes / 16 % 8, kShift = kStep == 0 ? 0 : kStep == 4 ? 1 : 2;
-    return bias + row * kBiasRowBytes + (chunk ^ row % 8 >> kShift) * 16;
-  }
 };
 
 CF_DEVICE bool has_mask(const Params& p) { return kMaskOrBias && p.call.mask != nullptr; }
 CF_DEVICE bool has_bias(const Params& p) { return kMaskOrBias && p.call.bias != nullptr; }
-CF_DEVICE bool mask_comes(const Params& p, const Addends& a) { return has_mask(p) && a.mask_col != 0; }
-CF_DEVICE bool bias_comes(const Params& p, const Addends& a) {
-  return has_bias(p) && a.bias_col != 0 && a.bias_kind == KindOf<Element>::value;
+
+// How the bias of a piece of work is had: there is none, it comes, or it is read from where it lies.
+enum class Bias { kNone, kComes, kInPlace, kOneColumn };
+
+CF_DEVICE Bias bias_of(const Params& p, const Addends& a) {
+  if (!has_bias(p)) return Bias::kNone;
+  const bool one = uniform(i32(a.bias_col == 0)) != 0;
+  return one ? Bias::kOneColumn : p.bias_kind == KindOf<Element>::value ? Bias::kComes : Bias::kInPlace;
+}
+
+// kCount chunks, every other one of a row. `bytes`: of the row that there are; what lies beyond becomes zeros, but for
+// a chunk's rest.
+template <int kCount> CF_DEVICE void fetch_row(u32 to, const u8* from, i32 lane, i32 bytes) {
+  from = in_global(from) + lane % 2 * 16, to += lane % 2 * 16, bytes -= lane % 2 * 16;
+  if (bytes >= 16 * kCount) {
+    CF_UNROLL
+    for (int n = 0; n < kCount; n += 2) {
+      if (n + 1 < kCount || lane % 2 == 0) cp_async_16(to + 16 * n, from + 16 * n);
+    }
+  } else {
+    CF_UNROLL
+    for (int n = 0; n < kCount; n += 2) {
+      if (n + 1 < kCount || lane % 2 == 0) cp_async_16(to + 16 * n, from + 16 * n, 16 * n < bytes ? 16 : 0);
+    }
+  }
 }
 
 // Starts the way of what will meet the scores of rows from `row` on with keys from `first` on. Two lanes a row. Rows
-// past the end repeat the last one: they are not used. Columns beyond the array become zeros, but for a chunk's rest.
-CF_DEVICE void fetch_addends(const AddendTile& tile, const Params& p, const Addends& a, i32 row, i32 first, i32 lane) {
-  lane = i32(opaque(lane));      // else what follows from it is kept in registers throughout
-  const i32 r = lane / 2, from = smaller(row + r, p.seqlen_q - 1), keys = p.seqlen_k - first;
-  if (bias_comes(p, a)) {
-    const Element* source = static_cast<const Element*>(a.bias) + a.bias_first + from * a.bias_row + first;
-    CF_UNROLL
-    for (i32 chunk = lane % 2; chunk < kBlockKV / 8; chunk += 2) {
-      cp_async_16(tile.bias_chunk(r, chunk), in_global(source) + 8 * chunk, 8 * chunk < keys ? 16 : 0);
+// past the end repeat the last one: they are not used.
+CF_DEVICE void fetch_addends(const AddendTile& tile, const Params& p, const Addends& a, Bias kind, i32 row, i32 first,
+                             i32 lane) {
+  const i32 keys = p.seqlen_k - first;
+  const i64 from = smaller(row + lane / 2, p.seqlen_q - 1);
+  if (kind == Bias::kComes || kind == Bias::kInPlace) {
+    const i32 bytes = kind == Bias::kInPlace ? 4 : 2;
+    const u8* source = static_cast<const u8*>(a.bias) + (a.bias_first + from * a.bias_row + first) * bytes;
+    if (kind == Bias::kComes) {
+      fetch_row<kBlockKV / 8>(tile.bias + lane / 2 * kBiasRowBytes, source, lane, 2 * keys);
+    } else {
+      CF_UNROLL
+      for (int n = 0; n < 4 * kBlockKV; n += 256) {
+        if (n + lane % 2 * 128 < 4 * keys) prefetch_l2(source + n + lane % 2 * 128);
+      }
     }
   }
-  if (mask_comes(p, a)) {
-    const u8* source = a.mask + from * a.mask_row + first;
-    CF_UNROLL
-    for (i32 chunk = lane % 2; chunk < kBlockKV / 16; chunk += 2) {
-      const u32 to = tile.mask + r * kMaskRowBytes + chunk * 16;
-      cp_async_16(to, in_global(source) + 16 * chunk, 16 * chunk < keys ? 16 : 0);
-    }
+  if (has_mask(p) && a.mask_col != 0) {
+    fetch_row<kBlockKV / 16>(tile.mask + lane / 2 * kMaskRowBytes, a.mask + from * a.mask_row + first, lane, keys);
   }
-  cp_async_commit_group();
 }
 
 CF_DEVICE void wait_for_addends() {
-  cp_async_wait_group<0>();
+  cp_async_wait_group<kAhead - 1>();
   warp_barrier();                // all lanes' chunks are there
 }
 
 // use(entry, addend) for all of a thread's entries, from what has come of the bias.
 template <class Use> CF_DEVICE void for_bias(const AddendTile& tile, Use use) {
   const i32 lane = i32(opaque(thread_index() % 32));
+  const u32 from = tile.bias + lane % 16 * kBiasRowBytes + lane / 16 * 16;
   CF_UNROLL
   for (int j = 0; j < kPairs; j += 2) {
     u32 words[4];                // rows 0 to 7 and 8 to 15 of chunk j, and of chunk j + 1
-    ldmatrix_x4(words, tile.bias_chunk(lane % 16, j + lane / 16));
+    ldmatrix_x4(words, from + 16 * j);
     CF_UNROLL
     for (int n = 0; n < 8; ++n) {
       const u16 bits = words[n / 2] >> n % 2 * 16;
@@ -71,76 +93,63 @@ template <class Use> CF_DEVICE void for_bias(const AddendTile& tile, Use use) {
   }
 }
 
-// A bias of one column, or of float32 where q is not. Pairs beyond the array repeat the last one, which may reach one
-// column further, into the padding of the row: they are not used.
-CF_DEVICE void add_bias_in_place(Scores& s, const Params& p, const Addends& a, i32 row, i32 col) {
-  const i32 last_pair = p.seqlen_k - col - 1 & ~1;
+// The same for a bias of one column, or of float32 where q is not. Columns beyond the array have the addend 0; the last
+// pair in it may reach one column further, into the padding of the row.
+template <class Use> CF_DEVICE void for_bias_in_place(const Params& p, const Addends& a, i32 row, i32 col, Use use) {
   CF_UNROLL
   for (int h = 0; h < 2; ++h) {
     const i64 first = a.bias_first + smaller(row + 8 * h, p.seqlen_q - 1) * a.bias_row + col * a.bias_col;
     const bool one = a.bias_col == 0;
     const float same = one ? load_kind<float>(a.bias, a.bias_kind, first) : 0.0f;
+    const float* from = in_global(static_cast<const float*>(a.bias)) + first;
     CF_UNROLL
     for (int j = 0; j < kPairs; ++j) {
-      const float* from = in_global(static_cast<const float*>(a.bias)) + first + smaller(8 * j, last_pair);
       Packed<float, 2> pair{{same, same}};
-      if (!one) pair = *reinterpret_cast<const Packed<float, 2>*>(from);
-      CF_UNROLL
-      for (int x = 0; x < 2; ++x) s[4 * j + 2 * h + x] = with_addend(s[4 * j + 2 * h + x], pair.value[x]);
+      if (!one && 8 * j < p.seqlen_k - col) pair = *reinterpret_cast<const Packed<float, 2>*>(from + 8 * j);
+      use(4 * j + 2 * h, pair.value[0]), use(4 * j + 2 * h + 1, pair.value[1]);
     }
   }
 }
 
-// A thread's part of the mask of a tile, a bit a score: bit 8 c + 4 g + 2 y + x of row h's word is the score in column
-// pair 2 (c + 4 g) + y.
-struct MaskBits { u32 word[2]; };
+// A bias of float32 in a tile that lies within the array: where this thread's columns begin.
+struct BiasRows {
+  const float* row[2];
 
-// Bits 7, 15, 23, 31: whether the byte is not zero.
-CF_DEVICE u32 signs_of_bytes(u32 x) { return (((x & 0x7f7f7f7fu) + 0x7f7f7f7fu) | x) & 0x80808080u; }
-
-// 16 columns of a mask as a nibble for each of the four lanes that share a row, a byte each.
-CF_DEVICE u32 nibbles_of(const u32 (&bytes)[4]) {
-  u32 two[2];
-  CF_UNROLL
-  for (int n = 0; n < 2; ++n) {
-    const u32 z = signs_of_bytes(bytes[n]) >> 7 | signs_of_bytes(bytes[n + 2]) >> 5;     // bits 0, 8, .. and 2, 10, ..
-    two[n] = (z | z >> 7) & 0x000f000fu;
+  CF_DEVICE BiasRows(const Params& p, const Addends& a, i32 row, i32 col) {
+    CF_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      this->row[h] = in_global(static_cast<const float*>(a.bias)) + a.bias_first + col +
+                     smaller(row + 8 * h, p.seqlen_q - 1) * a.bias_row;
+    }
   }
-  return prmt(two[0], two[1], 0x6420);
-}
+  template <class Use> CF_DEVICE void for_each(Use use) const {
+    CF_UNROLL
+    for (int n = 0; n < kScores / 2; ++n) {
+      const auto pair = *reinterpret_cast<const Packed<float, 2>*>(in_global(row[n % 2]) + 8 * (n / 2));
+      use(2 * n, pair.value[0]), use(2 * n + 1, pair.value[1]);
+    }
+  }
+};
 
-// Byte i of lane j of four becomes byte j of lane i.
-CF_DEVICE u32 transpose_of_four(u32 x, i32 lane) {
-  x = prmt(x, shuffle_xor(x, 1), lane % 2 == 0 ? 0x6240 : 0x3715);
-  return prmt(x, shuffle_xor(x, 2), lane / 2 % 2 == 0 ? 0x5410 : 0x3276);
-}
-
-// row: of this thread's entry 0.
-CF_DEVICE void read_mask(MaskBits& bits, const AddendTile& tile, const Params& p, const Addends& a, i32 row) {
-  if (!has_mask(p)) return;
+// Scores that the mask forbids become -inf. row: of this thread's entry 0.
+CF_DEVICE void apply_mask(Scores& s, const AddendTile& tile, const Params& p, const Addends& a, i32 row) {
+  const bool one = a.mask_col == 0;
   const i32 lane = i32(opaque(thread_index() % 32));
   CF_UNROLL
   for (int h = 0; h < 2; ++h) {
-    if (a.mask_col == 0) {
-      bits.word[h] = *in_global(a.mask + smaller(row + 8 * h, p.seqlen_q - 1) * a.mask_row) != 0 ? ~0u : 0u;
-      continue;
+    if (one) {
+      const bool allowed = *in_global(a.mask + smaller(row + 8 * h, p.seqlen_q - 1) * a.mask_row) != 0;
+      CF_UNROLL
+      for (int n = 0; n < kScores / 2; ++n) {
+        if (!allowed) s[n / 2 * 4 + 2 * h + n % 2] = -Limits<float>::infinity();
+      }
+    } else {
+      CF_UNROLL
+      for (int j = 0; j < kPairs; ++j) {
+        const u32 pair = ld_shared_u16(tile.mask + (lane / 4 + 8 * h) * kMaskRowBytes + lane % 4 * 2 + 8 * j);
+        if ((pair & 0xffu) == 0) s[4 * j + 2 * h] = -Limits<float>::infinity();
+        if (pair >> 8 == 0) s[4 * j + 2 * h + 1] = -Limits<float>::infinity();
+      }
     }
-    u32 own = 0;
-    CF_UNROLL
-    for (int half = 0; half < ceil_div(kBlockKV, 64); ++half) {
-      const i32 chunk = lane % 4 + 4 * half;
-      u32 bytes[4] = {0, 0, 0, 0};
-      if (chunk < kBlockKV / 16) ld_shared_128(bytes, tile.mask + (lane / 4 + 8 * h) * kMaskRowBytes + chunk * 16);
-      own |= nibbles_of(bytes) << 4 * half;
-    }
-    bits.word[h] = transpose_of_four(own, lane);
-  }
-}
-
-CF_DEVICE void apply_mask(Scores& s, const MaskBits& bits) {
-  CF_UNROLL
-  for (int n = 0; n < kScores; ++n) {
-    const int chunk = n / 8, bit = chunk % 4 * 8 + chunk / 4 * 4 + n / 4 % 2 * 2 + n % 2;
-    if (!(bits.word[n / 2 % 2] >> bit & 1)) s[n] = -Limits<float>::infinity();
   }
 }

@@ -61,17 +61,17 @@ struct Producer {
 
   CF_DEVICE void load_queries_and_keys(const Work& work) {
     if (kOutApart && work.last < work.first) return;
-    if (work.last >= work.first) load_k(work, work.last);
+    if (work.last >= work.first) load_k(work, work.tile(work.last));
     load_q(work);
     CF_UNROLL_1
     for (i32 n = work.last - 1; n >= work.first; --n) {
       if (n == work.first + kLead - 1 && n < work.last - 1) ask();
-      load_k(work, n);
+      load_k(work, work.tile(n));
     }
   }
   CF_DEVICE void load_values(const Work& work) {
     CF_UNROLL_1
-    for (i32 n = work.last; n >= work.first; --n) load_v(work, n);
+    for (i32 n = work.last; n >= work.first; --n) load_v(work, work.tile(n));
   }
   CF_DEVICE void ask() { mbarrier_arrive(shared_address(&control.work_wanted)); }
 };

@@ -68,25 +68,39 @@
 // At 512 keys that is 1.09 and 1.12 at head dim 128, 1.08 and 0.98 at 256, 1.32 and 1.33 at 64.
 //
 // What shapes scores costs time by its instructions, for nothing hides them: a multiply-add more a score takes 0.04 ms
-// at head dim 128 (4 x 16 heads, 4096 keys; plain 0.73 ms), 0.09 ms at 64 (plain 0.95). Milliseconds at head dim 128,
-// 2026-11-30; before: one shape after the other, then weights:
+// at head dim 128 (4 x 16 heads, 4096 keys; plain 0.72 ms), 0.09 ms at 64 (plain 0.95). Milliseconds at head dim 128,
+// 2026-11-30. At first: one shape after the other, then weights; then one pass of straight code for each shape; now:
 //
-//                                                                      before   now
-//   softcap 30   polynomial in straight code with the weights          1.40     1.00
-//   ALiBi        the same, references that go ahead of the scores      0.99     0.92
-//   dropout 0.1  rounded pairs by two DPX instructions, in turns       1.35     1.19
-//   mask         to shared memory a key tile ahead, then bits          1.59     1.29
-//   bias         the same, joined to the reference                     1.83     1.31
-//   mask + bias                                                        2.69     1.78
+//                                                                      at first   then    now
+//   softcap 30         range told by the sign of a polynomial's place      1.40   1.07   1.02
+//   ALiBi              walked from where queries stand: only falls         0.99   0.97   0.88
+//   dropout 0.1        rounded pairs by two DPX instructions, in turns     1.35   1.18   1.19
+//   mask               bytes by 16-bit loads, not bits by shuffles         1.59   1.31   1.13
+//   bias               two key tiles ahead, rows apart, not swizzled       1.83   1.37   1.30
+//   bias, float32      in straight code, too                               2.09   2.46   1.84
+//   mask + bias                                                            2.69   1.77   1.61
+//   mask + softcap     the cap before the mask; key tiles of 112, not 96          1.70   1.44
+//   mask + ALiBi       key tiles of 112                                           1.68   1.28
+//   mask + dropout                                                                1.76   1.56
+//   bias + softcap     key tiles of 112 (96: 1.70)                                1.70   1.55
+//   bias + ALiBi       key tiles of 112 (96: 1.46)                                1.67   1.38
+//   bias + dropout                                                                1.69   1.68
+//   softcap + ALiBi                                                               1.23   1.10
+//   softcap + dropout                                                             1.40   1.35
+//   ALiBi + dropout                                                               1.36   1.24
 //
-// What did not help: key tiles of 80 at head dim 256; three consumers at head dim 128 (192 x 64, 192 x 80: 0.92 to 1.02
-// of 128 x 128); key tiles of 64, 80 and 96 there in 5, 4 and 3 places (up to 27 % slower; 64 without turns 1 to 3 %
-// faster at 512 and 1024 causal keys, 9 % slower at 4096); ping-pong of three consumers; O finished early at head dim
-// 128; the next tile's first loads to the L2 cache beforehand (4 to 7 % slower at 512 causal keys); results that leave
-// under the second scores, with or without the next first scores before the last product (up to 6 % slower); to pass by
-// the half of a diagonal tile that the first consumer does not see; the first piece prepared beside the barriers; other
-// groups of heads; Philox while scores are formed, its bits kept until the weights are there (1.48 ms); one loop for
-// plain and shaped scores (plain 1 % slower).
+// Careful steps in one place, behind the product before, cost softcap 3 % and saved a quarter of the code.
+//
+// What did not help: key tiles of 80 at head dim 256; three consumers at head dim 128 (192 x 64, 192 x 80: 0.92 to
+// 1.02 of 128 x 128); key tiles of 64, 80 and 96 there in 5, 4 and 3 places (up to 27 % slower; 64 without turns 1 to
+// 3 % faster at 512 and 1024 causal keys, 9 % slower at 4096); ping-pong of three consumers; O finished early at head
+// dim 128; the next tile's first loads to the L2 cache beforehand (4 to 7 % slower at 512 causal keys); results that
+// leave under the second scores, with or without the next first scores before the last product (up to 6 % slower); to
+// pass by the half of a diagonal tile that the first consumer does not see; the first piece prepared beside the
+// barriers; other groups of heads; Philox while scores are formed, its bits kept until the weights are there (1.48
+// ms); one loop for plain and shaped scores (plain 1 % slower); turns passed before Philox (softcap + dropout 1.57
+// ms); no turns beside mask and bias (bias + ALiBi 3 % faster, bias + dropout 27 % slower); items that share a bias
+// side by side; a bias in registers before its scores are there (spills).
 #include "sm90/shaped.cuh"
 
 constexpr bool kShaped = !kPlainScores || kDropout;
@@ -168,41 +182,35 @@ struct Consumer : ShapedSteps {
   CF_DEVICE void walk_keys(Scores& s, Operand& weights, const Work& work) {
     const i32 last = last_tile(work);
     const i32 steady_from = uniform(work.keys[number].steady_from), steady_to = uniform(work.keys[number].steady_to);
-    free_k();
     CF_UNROLL_1
     for (i32 unseen = uniform(work.last - last); unseen > 0; --unseen) pass_v();
     accumulated = false;
-    n = last;
+    n = work.tile(last);
     if constexpr (kShaped) {
       softmax.reset(row_of(work), work.sight.q_length);
-      first_shaped_step(s, weights, work, n < steady_from, n >= steady_to);
+      walk_shaped(s, weights, work, last, steady_from, steady_to);
     } else {
+      free_k();
       to_weights<true>(s, work, n < steady_from, n >= steady_to);
       to_operand(weights, s);
-    }
-    clear_values(work);
-    free_results(work);
-    --n;
-    CF_UNROLL_1
-    while (n >= work.first) {
-      if constexpr (kShaped) {
-        shaped_step(s, weights, work, n < steady_from, n >= steady_to);
-        --n;
-        continue;
-      }
-      if (n < steady_to && n >= steady_from) {
-        CF_UNROLL_1
-        do {
-          optimistic_step(s, weights);
-          --n;
-        } while (n >= steady_from);
-        continue;
-      }
-      careful_step(s, weights, work, n < steady_from, n >= steady_to);
+      clear_values(work);
+      free_results(work);
       --n;
+      CF_UNROLL_1
+      while (n >= work.first) {
+        if (n < steady_to && n >= steady_from) {
+          CF_UNROLL_1
+          do {
+            optimistic_step(s, weights);
+            --n;
+          } while (n >= steady_from);
+          continue;
+        }
+        careful_step(s, weights, work, n < steady_from, n >= steady_to);
+        --n;
+      }
     }
     free_q();
-    drop_rounded(weights, work, col() + kBlockKV);
     wait_v();
   }
 

@@ -19,33 +19,23 @@ CF_DEVICE float fast_tanh(float x) {
   return absolute(x) < 0.125f ? near : far;
 }
 
-// softcap * tanh(scale * product / softcap). Near 0 the plain formula 1 - 2 / (1 + e^2x) loses 2^-23 of the softcap:
-// too little to be seen in 16 bits while that is small.
-constexpr float kSmallSoftcap = 64.0f;
-
+// softcap * tanh(scale * product / softcap).
 CF_DEVICE void cap(Scores& s, const ScoreTerms<float>& terms, float scale) {
   const float softcap = terms.softcap, inverse = terms.inverse_softcap;
-  const float power = times(times(scale, inverse), 2.0f * kLog2e);
-  if constexpr (sizeof(Element) == 4) {
-    CF_UNROLL
-    for (int n = 0; n < kScores; ++n) s[n] = times(softcap, hyperbolic_tangent(times(times(s[n], scale), inverse)));
-  } else if (softcap <= kSmallSoftcap && absolute(power) < 1e30f) {
-    CF_UNROLL
-    for (int n = 0; n < kScores; ++n) {
-      s[n] = fused(-2.0f * softcap, rcp_approx_ftz(ex2_approx_ftz(times(s[n], power)) + 1.0f), softcap);
-    }
-  } else {
-    CF_UNROLL
-    for (int n = 0; n < kScores; ++n) s[n] = times(softcap, fast_tanh(times(times(s[n], scale), inverse)));
+  CF_UNROLL
+  for (int n = 0; n < kScores; ++n) {
+    const float x = times(times(s[n], scale), inverse);
+    s[n] = times(softcap, sizeof(Element) == 4 ? hyperbolic_tangent(x) : fast_tanh(x));
   }
 }
 
-// scale * score - slope * |i + offset - j|. Where all of a thread's columns lie on one side of its rows, |d - c| for a
-// row's distance d and column c is d - c or c - d: two multiply-adds, for c is a constant of the code.
+// scale * score - slope * |i + offset - j|. 16 bits have steady steps (sm90/steady.cuh); in float32, where all of a
+// thread's columns lie on one side of its rows, |d - c| for a row's distance d and column c is d - c or c - d: two
+// multiply-adds, for c is a constant of the code.
 CF_DEVICE void add_alibi(Scores& s, const Work& work, i32 row, i32 col, float scale) {
   const float slope = -work.terms.slope;
   const float first = float(row + work.sight.offset - col);              // of the first row to this thread's column 0
-  if (first >= float(kBlockKV) || first <= -8.0f) {
+  if (sizeof(Element) == 4 && (first >= float(kBlockKV) || first <= -8.0f)) {
     const float step = first > 0.0f ? -slope : slope;
     CF_UNROLL
     for (int h = 0; h < 2; ++h) {
@@ -111,10 +101,11 @@ CF_DEVICE void select(Scores& s, const Work& work, i32 row, i32 col, bool left_e
   }
 }
 
-// Weights that dropout removes become 0; the rows' sums keep them.
+// Weights that dropout removes become 0; the rows' sums keep them. For what 16 bits mostly want there is drop_pairs; the
+// rest has short code.
 CF_DEVICE void drop(Scores& weights, const DropoutStream& stream, i32 row, i32 col) {
   if (stream.threshold > 0xffffu) return;                                // all are kept
-  if (stream.aligned()) {
+  if (sizeof(Element) == 4 && stream.aligned()) {
     const u32 limit = stream.threshold << 16;                            // the upper half decides, whatever is below it
     const u32 i = u32(row + stream.origin_i), j = u32(col + stream.origin_j);
     Words first = stream.counter_of(i, j);
@@ -132,10 +123,27 @@ CF_DEVICE void drop(Scores& weights, const DropoutStream& stream, i32 row, i32 c
     }
     return;
   }
-  u64 kept = 0;                                                          // 16x16 blocks do not fall together
-  CF_UNROLL_1
-  for (int n = 0; n < kScores; ++n) {
-    kept |= u64(stream.kept(row + n % 4 / 2 * 8, col + n / 4 * 8 + n % 2)) << n;
+  u64 kept = 0;
+  if (stream.aligned()) {
+    Words at = stream.counter_of(u32(row + stream.origin_i), u32(col + stream.origin_j));
+    CF_UNROLL_1
+    for (int block = 0; block < kBlockKV / 16; ++block) {
+      const Words words = philox4x32_7(at, stream.key0, stream.key1);
+      at.word[0] += 4;
+      u32 bits = 0;
+      CF_UNROLL
+      for (int n = 0; n < 4; ++n) {                                     // word 2 a + b: rows + 8 a, columns + 8 b
+        const int entry = 4 * (n % 2) + 2 * (n / 2);
+        bits |= u32((words.word[n] & 0xffffu) < stream.threshold) << entry;
+        bits |= u32(words.word[n] >> 16 < stream.threshold) << (entry + 1);
+      }
+      kept |= u64(bits) << 8 * block;
+    }
+  } else {                                                               // 16x16 blocks do not fall together
+    CF_UNROLL_1
+    for (int n = 0; n < kScores; ++n) {
+      kept |= u64(stream.kept(row + n % 4 / 2 * 8, col + n / 4 * 8 + n % 2)) << n;
+    }
   }
   CF_UNROLL
   for (int n = 0; n < kScores; ++n) {

@@ -3,9 +3,6 @@
 #pragma once
 #include "sm90/warpgroup.cuh"
 
-// Beyond this slope a thread may have no key near enough for a sum when references go ahead.
-constexpr float kSteep = 2.0f, kLeastSum = 9.5367431640625e-7f;         // 2^-20
-
 struct ShapedSteps : Warpgroup {
   CF_DEVICE void drop_rounded(Operand& weights, const Work& work, i32 col) const {
     if constexpr (kDropout) {
@@ -18,32 +15,32 @@ struct ShapedSteps : Warpgroup {
     }
   }
 
-  // Mask and bias: where this warp's rows lie; what has come of the mask for key tile n; the way of those for another,
-  // if there is one, over what has been read.
-  CF_DEVICE AddendTile addends() const { return AddendTile(tiles + kAddendsAt, 4 * number + thread / 32); }
-  CF_DEVICE void take_mask(MaskBits& mask, const Work& work) const {
-    if constexpr (kMaskOrBias) {
-      wait_for_addends();
-      read_mask(mask, addends(), p, work.addends, row_of(work));
-    }
+  // Mask and bias: where this warp's rows lie for a step; the way of those for a step, if there is one, over what has
+  // been read.
+  CF_DEVICE AddendTile addends(i32 step) const {
+    return AddendTile(tiles + kAddendsAt + step % kAhead * kAddendStageBytes, 4 * number + thread / 32);
   }
-  CF_DEVICE void fetch(const Work& work, i32 tile) const {
-    if (!kMaskOrBias || tile < work.first) return;
-    warp_barrier();                            // all lanes have read
-    fetch_addends(addends(), p, work.addends, work.row + 64 * number + thread / 32 * 16, tile * kBlockKV, thread % 32);
+  CF_DEVICE void fetch(const Work& work, Bias bias, i32 step) const {
+    if constexpr (kMaskOrBias) {
+      warp_barrier();                          // all lanes have read
+      const i32 row = work.row + 64 * number + thread / 32 * 16, first = work.tile(step) * kBlockKV;
+      if (step >= work.first) fetch_addends(addends(step), p, work.addends, bias, row, first, thread % 32);
+      cp_async_commit_group();                 // one for each step
+    }
   }
 
   // Scores become weights by references that suit them; again: `sums` are those that the old references gave. Whether
   // some reference has moved.
-  CF_DEVICE bool weigh_carefully(Scores& s, const Work& work, const MaskBits& mask, bool left_edge, bool right_edge,
-                                 bool again, float (&sums)[2]) {
+  CF_DEVICE bool weigh_carefully(Scores& s, const Work& work, Bias bias, i32 step,
+                                 bool left_edge, bool right_edge, bool again, float (&sums)[2]) {
     shape_products(s, p, launch, work, row_of(work), col());
-    if (bias_comes(p, work.addends)) {
-      for_bias(addends(), [&](int n, float b) { s[n] = with_addend(s[n], b); });
-    } else if (has_bias(p)) {
-      add_bias_in_place(s, p, work.addends, row_of(work), col());
+    const auto add_one = [&](int n, float b) { s[n] = with_addend(s[n], b); };
+    if (bias == Bias::kComes) {
+      for_bias(addends(step), add_one);
+    } else if (bias != Bias::kNone) {
+      for_bias_in_place(p, work.addends, row_of(work), col(), add_one);
     }
-    if (has_mask(p)) apply_mask(s, mask);
+    if (has_mask(p)) apply_mask(s, addends(step), p, work.addends, row_of(work));
     if (left_edge || right_edge) select(s, work, row_of(work), col(), left_edge);
     float top[2];
     bool moved = true;
@@ -54,94 +51,116 @@ struct ShapedSteps : Warpgroup {
     return moved;
   }
 
-  // Whether the references serve for key tile n, which all rows see: with ALiBi, where it lies on one side of them.
-  CF_DEVICE bool is_steady(const Work& work) const {
-    if (kMaskOrBias && !(launch.scale > 0.0f && (!has_bias(p) || bias_comes(p, work.addends)))) return false;
-    return !sloped() || (absolute(work.terms.slope) <= kSteep && (is_behind(work) || is_ahead(work)));
+  // Whether the references serve for key tile n, which all rows see: with ALiBi, where it lies on one side of them and
+  // addends fall on the way.
+  CF_DEVICE bool is_steady(const Work& work, Bias bias) const {
+    if (kMaskOrBias && (!(launch.scale > 0.0f) || bias == Bias::kOneColumn)) return false;
+    if (!sloped() || work.terms.slope == 0.0f) return true;
+    const bool rises = work.terms.slope < 0.0f;                          // with the distance
+    return (is_behind(work) && !rises) || (is_ahead(work) && (rises || work.start < work.last));
   }
+  CF_DEVICE bool capped(const Work& work) const { return kSoftcapOrAlibi && work.terms.softcap > 0.0f; }
   CF_DEVICE bool sloped() const { return kSoftcapOrAlibi && p.call.slopes != nullptr; }
   CF_DEVICE i64 first_position(const Work& work) const { return work.row + 64 * number + work.sight.offset; }
   CF_DEVICE bool is_behind(const Work& work) const { return first_position(work) >= (n + 1) * kBlockKV - 1; }
   CF_DEVICE bool is_ahead(const Work& work) const { return first_position(work) + 63 < n * kBlockKV; }
 
-  // By how much ALiBi's addends grow from the tile before to this one.
-  CF_DEVICE float rise(const Work& work) const {
-    const float slope = work.terms.slope;
-    return sloped() && is_ahead(work) == slope > 0.0f ? absolute(slope) * float(kBlockKV) : 0.0f;
-  }
-
-  // Scores become weights by the references as they are. Whether all the warp's rows allow that: else the scores are as
-  // before, either untouched or formed again.
-  enum class Weighed { kYes, kNot, kOutOfRange };
-  CF_DEVICE Weighed weigh_steadily(Scores& s, const Work& work, const MaskBits& mask, bool gone_ahead,
-                                   float (&sums)[2]) {
-    bool in_range[2];
+  // Scores become weights by the references as they are. Whether all the warp's rows allow that: else the products are
+  // formed again.
+  CF_DEVICE bool weigh_steadily(Scores& s, const Work& work, Bias bias, i32 step, float (&sums)[2]) {
+    u32 near[2] = {~0u, ~0u};
     if constexpr (kPlainScores) {
       softmax.weigh<true>(s, 0, kScores / 4, unit, sums);
-      CF_UNROLL
-      for (int h = 0; h < 2; ++h) in_range[h] = Softmax::in_range(sums[h]);
     } else {
       const float first = float(row_of(work) + work.sight.offset - col()), scale = times(launch.scale, kLog2e);
-      const AddendTile tile = addends();
       const Line line(work.terms.slope, first, softmax.fast);
-      const Steady steady{scale, softmax.fast, Cap(work.terms, scale), line, tile};
-      const bool live[2] = {row_of(work) < work.sight.q_length, row_of(work) + 8 < work.sight.q_length};
-      const bool capped = kSoftcapOrAlibi && work.terms.softcap > 0.0f;
-      if (capped && !steady.cap.holds(s, live)) return Weighed::kNot;
-      if (has_mask(p)) apply_mask(s, mask);
-      steady.weigh(s, capped, sloped(), has_bias(p), sums);
-      CF_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        in_range[h] = !live[h] || (Softmax::in_range(sums[h]) && (sums[h] >= kLeastSum || !gone_ahead));
+      const AddendTile tile = addends(step);
+      const BiasRows rows(p, work.addends, row_of(work), col());
+      const Steady steady{softmax.fast, line, tile, rows};
+      const Cap cap(work.terms, scale);
+      const auto cap_of = [&](int n) { return cap.factor(s[n], near[n / 2 % 2]); };
+      float factor = scale;
+      if constexpr (kMaskOrBias) {             // the cap first: a mask hides where it does not hold, and code is saved
+        if (capped(work)) {
+          CF_UNROLL
+          for (int n = 0; n < kScores; ++n) s[n] = times(s[n], cap_of(n));
+          factor = 1.0f;
+        }
+        if (has_mask(p)) apply_mask(s, tile, p, work.addends, row_of(work));
+        steady.weigh(s, sloped(), bias, sums, [&](int) { return factor; });
+      } else if (capped(work)) {
+        steady.weigh(s, sloped(), bias, sums, cap_of);
+      } else {
+        steady.weigh(s, sloped(), bias, sums, [&](int) { return scale; });
       }
     }
-    if (!vote_any(!in_range[0] || !in_range[1])) return Weighed::kYes;
+    bool holds[2];
+    CF_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      const bool live = kPlainScores || row_of(work) + 8 * h < work.sight.q_length;
+      holds[h] = !live || (i32(near[h]) < 0 && Softmax::in_range(sums[h]));
+    }
+    if (!vote_any(!holds[0] || !holds[1])) return true;
     form_scores_again(s);
-    return Weighed::kOutOfRange;
+    return false;
   }
 
-  CF_DEVICE void first_shaped_step(Scores& s, Operand& weights, const Work& work, bool left_edge, bool right_edge) {
-    MaskBits mask;
-    fetch(work, n);
-    take_mask(mask, work);
-    weigh_carefully(s, work, mask, left_edge, right_edge, false, softmax.l);
-    fetch(work, n - 1);
-    drop_others(s, work);
-    to_operand(weights, s);
-  }
-
-  // The references stay, or go ahead of ALiBi, where that serves; else they move when more than 2^8 too small.
-  CF_DEVICE void shaped_step(Scores& s, Operand& weights, const Work& work, bool left_edge, bool right_edge) {
-    float sums[2] = {0.0f, 0.0f};
-    MaskBits mask;
+  // S of the step; O += P V of the one before runs on.
+  CF_DEVICE void shaped_products(Scores& s, Operand& weights, const Work& work) {
     wait_k();
     wait_for_turn();
     scores(s);
-    drop_rounded(weights, work, col() + kBlockKV);
+    drop_rounded(weights, work, col());
     wait_v();
     output(weights);
     pass_turn();
-    take_mask(mask, work);
-    const bool steady = !left_edge && !right_edge && is_steady(work);
-    const Softmax before = softmax;
-    const float growth = steady ? rise(work) : 0.0f;
-    bool moved = growth > 0.0f;
-    if (moved) softmax.go_ahead(growth, unit);
-    wgmma_wait_group<1>();                     // S is there
-    Weighed weighed = Weighed::kNot;
-    if (steady) weighed = weigh_steadily(s, work, mask, moved, sums);
-    if (weighed != Weighed::kYes) {
-      const bool again = !moved && weighed == Weighed::kOutOfRange;
-      if (moved) softmax = before;
-      moved = weigh_carefully(s, work, mask, left_edge, right_edge, again, sums);
-    }
+  }
+  CF_DEVICE void use_weights(Scores& s, const Work& work, Bias bias, i32 step, const float (&sums)[2]) {
     free_k();
-    fetch(work, n - 1);
+    fetch(work, bias, step - kAhead);
     softmax.l[0] += sums[0];
     softmax.l[1] += sums[1];
     drop_others(s, work);
-    finish_output();                           // only now may the weights change
-    to_operand(weights, s);
-    if (moved) rescale();
+  }
+
+  // From S of the first key tile to the weights of the last. Where a step is not to be steady, or turns out not to be
+  // it, its weights are found behind the product before, in code that there is only once. patient: no steady step has
+  // failed that a softcap may have made fail.
+  CF_DEVICE void walk_shaped(Scores& s, Operand& weights, const Work& work, i32 step, i32 steady_from, i32 steady_to) {
+    const Bias bias = kMaskOrBias ? bias_of(p, work.addends) : Bias::kNone;
+    CF_UNROLL
+    for (i32 ahead = 0; ahead < kAhead; ++ahead) fetch(work, bias, step - ahead);
+    if constexpr (kMaskOrBias) wait_for_addends();
+    bool again = false, patient = true;
+    float sums[2];
+    CF_UNROLL_1
+    while (true) {
+      const bool moved = weigh_carefully(s, work, bias, step, n < steady_from, n >= steady_to, again, sums);
+      use_weights(s, work, bias, step, sums);
+      to_operand(weights, s);
+      if (moved) rescale();
+      clear_values(work);
+      CF_UNROLL_1
+      for (--step; step >= work.first; --step) {
+        shaped_products(s, weights, work);
+        n = work.tile(step);
+        if constexpr (kMaskOrBias) wait_for_addends();
+        const bool steady = n >= steady_from && n < steady_to && patient && is_steady(work, bias);
+        sums[0] = sums[1] = 0.0f;
+        wgmma_wait_group<1>();                 // S is there
+        if (!steady || !weigh_steadily(s, work, bias, step, sums)) {
+          again = steady;
+          patient = patient && !(steady && capped(work));
+          finish_output();
+          break;
+        }
+        use_weights(s, work, bias, step, sums);
+        finish_output();                       // only now may the weights change
+        to_operand(weights, s);
+        if constexpr (kFromWithin) clear_values(work);
+      }
+      if (step < work.first) break;
+    }
+    drop_rounded(weights, work, col());
   }
 };

@@ -72,12 +72,6 @@ struct Softmax {
     fast[h] = fast_reference(to, unit);
   }
 
-  // All references grow, before the scores that will want it are there.
-  CF_DEVICE void go_ahead(float by, float unit) {
-    CF_UNROLL
-    for (int h = 0; h < 2; ++h) move(h, m[h] + by, unit);
-  }
-
   // References for rows whose largest scores are `top`: those, or the old one where that is little too small. Whether
   // some row of the warp has moved.
   CF_DEVICE bool look(const float (&top)[2], float unit) {

@@ -8,30 +8,25 @@
 #pragma once
 #include "sm90/addends.cuh"
 
-// softcap * tanh(x) is softcap * x (c0 + c1 x^2 + c2 x^4) within 2^-22 of itself up to kNear.
+// softcap * tanh(x) is softcap * x (c0 + c1 u + c2 u^2), u = x^2 - kNear^2, within 2^-22 of itself up to kNear. So the
+// sign of u says whether it holds.
 constexpr float kNear = 0.2f, kLeastCoefficient = 1e-33f;
 
 struct Cap {
   float c[3];
-  float largest;                 // product, less than 0 where the polynomial does not hold
+  float limit;                   // of product^2, negative where the polynomial does not hold
 
   CF_DEVICE Cap(const ScoreTerms<float>& terms, float unit) {
     const float factor = times(terms.scale, terms.inverse_softcap), square = times(factor, factor);
-    c[0] = times(unit, 0.99999988f), c[1] = times(times(unit, square), -0.33328590f);
+    c[0] = times(unit, 0.98687669f), c[1] = times(times(unit, square), -0.32287357f);
     c[2] = times(times(times(unit, square), square), 0.13015409f);
-    largest = absolute(c[2]) > kLeastCoefficient ? times(kNear, rcp_approx_ftz(absolute(factor))) : -1.0f;
+    limit = absolute(c[2]) > kLeastCoefficient ? times(kNear * kNear, rcp_approx_ftz(square)) : -1.0f;
   }
-  // Whether the polynomial holds for all products of the warp's rows that are there: live[h].
-  CF_DEVICE bool holds(const Scores& s, const bool (&live)[2]) const {
-    float top[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    CF_UNROLL
-    for (int n = 0; n < kScores; ++n) top[n % 4] = maximum(top[n % 4], absolute(s[n]));
-    const float low = maximum(top[0], top[1]), high = maximum(top[2], top[3]);
-    return !vote_any((live[0] && !(low <= largest)) || (live[1] && !(high <= largest)));
-  }
-  CF_DEVICE float factor(float product) const {
-    const float x = times(product, product);
-    return fused(x, fused(x, c[2], c[1]), c[0]);
+  // near: negative, as a signed number, while it has held.
+  CF_DEVICE float factor(float product, u32& near) const {
+    const float u = fused(product, product, -limit);
+    near &= bits_of(u);
+    return fused(u, fused(u, c[2], c[1]), c[0]);
   }
 };
 
@@ -48,37 +43,41 @@ struct Line {
 };
 
 struct Steady {
-  float unit;                    // of a product
   const float (&reference)[2];
-  Cap cap;
   Line line;
   const AddendTile& tile;
+  const BiasRows& rows;          // of a bias that is read from where it lies
 
-  template <bool kCapped, bool kSloped, bool kBiased> CF_DEVICE void weigh(Scores& s, float (&sums)[2]) const {
+  // factor(n): of product n.
+  template <bool kSloped, Bias kBias, class Factor>
+  CF_DEVICE void weigh(Scores& s, float (&sums)[2], Factor factor) const {
     const auto weigh_one = [&](int n, float term) {
-      s[n] = ex2_approx_ftz(fused(s[n], kCapped ? cap.factor(s[n]) : unit, term));
+      s[n] = ex2_approx_ftz(fused(s[n], factor(n), term));
       sums[n / 2 % 2] += s[n];
     };
     const auto term = [&](int n) { return kSloped ? line.at(n) : -reference[n / 2 % 2]; };
-    if constexpr (kBiased) {
+    if constexpr (kBias == Bias::kComes) {
       for_bias(tile, [&](int n, float b) { weigh_one(n, fused(b, kLog2e, term(n))); });
+    } else if constexpr (kBias == Bias::kInPlace) {
+      rows.for_each([&](int n, float b) { weigh_one(n, fused(b, kLog2e, term(n))); });
     } else {
       CF_UNROLL
       for (int n = 0; n < kScores; ++n) weigh_one(n, term(n));
     }
   }
-  template <bool kCapped, bool kSloped> CF_DEVICE void weigh(Scores& s, bool biased, float (&sums)[2]) const {
+  template <bool kSloped, class Factor>
+  CF_DEVICE void weigh(Scores& s, Bias bias, float (&sums)[2], Factor factor) const {
     if constexpr (kMaskOrBias) {
-      if (biased) return weigh<kCapped, kSloped, true>(s, sums);
+      if (bias == Bias::kComes) return weigh<kSloped, Bias::kComes>(s, sums, factor);
+      if (bias == Bias::kInPlace) return weigh<kSloped, Bias::kInPlace>(s, sums, factor);
     }
-    weigh<kCapped, kSloped, false>(s, sums);
+    weigh<kSloped, Bias::kNone>(s, sums, factor);
   }
-  CF_DEVICE void weigh(Scores& s, bool capped, bool sloped, bool biased, float (&sums)[2]) const {
+  template <class Factor>
+  CF_DEVICE void weigh(Scores& s, bool sloped, Bias bias, float (&sums)[2], Factor factor) const {
     if constexpr (kSoftcapOrAlibi) {
-      if (capped && sloped) return weigh<true, true>(s, biased, sums);
-      if (capped) return weigh<true, false>(s, biased, sums);
-      if (sloped) return weigh<false, true>(s, biased, sums);
+      if (sloped) return weigh<true>(s, bias, sums, factor);
     }
-    weigh<false, false>(s, biased, sums);
+    weigh<false>(s, bias, sums, factor);
   }
 };

@@ -19,15 +19,18 @@ struct Launch {
 
 constexpr i32 kConsumers = kBlockQ / 64;
 
+// With ALiBi the walk may begin where queries stand, so that addends only fall.
+constexpr bool kFromWithin = kSoftcapOrAlibi && sizeof(Element) == 2;
+
 // Of one consumer's queries: the last key tile that some see; tiles in [steady_from, steady_to) are seen by all and
 // need no selection.
 struct Keys { i32 last, steady_from, steady_to; };
 
-// A query tile of one head. Its keys are walked downward in tiles [first, last].
+// A query tile of one head. Its keys are walked in tiles [first, last]: from `start` up to the last, then downward.
 struct Work {
   i32 number;            // negative: there is no more, and no key is seen
   i32 head, head_kv, row;
-  i32 first, last;
+  i32 first, last, start;
   Keys keys[kConsumers];
   i32 v_rows;            // rows of the value tile `last` that may be read: the others may hold NaN
   float sink;            // natural units, -inf without one
@@ -37,6 +40,8 @@ struct Work {
   Addends addends;
   DropoutStream dropout;
 
+  // The key tile of a step; steps count downward from `last` to `first`.
+  CF_DEVICE i32 tile(i32 step) const { return kFromWithin && step >= start ? start + last - step : step; }
   // TMA's coordinate on the axis-th leading axis from the right; there are at most two.
   CF_DEVICE i32 lead(int axis) const { return item.at[kLeadAxes - 1 - axis]; }
 };
@@ -86,6 +91,16 @@ CF_DEVICE void find_keys(Work& work, const Params& p) {
   }
 }
 
+CF_DEVICE void find_start(Work& work) {
+  work.start = work.last;
+  bool alike = work.terms.slope > 0.0f;
+  for (i32 n = 0; n < kConsumers; ++n) alike = alike && work.keys[n].last == work.last;
+  if (alike) {
+    const i64 at = (work.row + kBlockQ / 2 + work.sight.offset) / kBlockKV;
+    work.start = i32(clamp(at, i64(work.first), i64(work.last)));
+  }
+}
+
 // Step by step through shared memory: the scheduler has few registers.
 CF_DEVICE void prepare(Work& work, const Params& p, const Launch& launch, u32 tile) {
   work.number = tile;
@@ -100,6 +115,7 @@ CF_DEVICE void prepare(Work& work, const Params& p, const Launch& launch, u32 ti
     work.sink = load_kind<float>(p.call.sinks, p.sinks_kind, head_index(p.sinks, work.item, work.head));
   }
   if constexpr (kSoftcapOrAlibi) work.terms = score_terms_of<float>(p, work.item, work.head);
+  if constexpr (kFromWithin) find_start(work);
   forget();
   if constexpr (kMaskOrBias) work.addends = addends_of(p, work.item, work.head);
   forget();

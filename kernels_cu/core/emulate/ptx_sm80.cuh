@@ -32,6 +32,7 @@ CF_DEVICE void cp_async_16_once(u32 to, const void* source, CF_HERE) { cp_async_
 CF_DEVICE void cp_async_4(u32 to, const void* source, u32 bytes, CF_HERE) {
   emulate::cp_async<u32>(to, source, bytes, {"cp_async_4", file, line});
 }
+CF_DEVICE void prefetch_l2(const void*) {}
 CF_DEVICE void cp_async_commit_group() { emulate::close_group(); }
 template <int N> CF_DEVICE void cp_async_wait_group() {
   emulate::Row row;
@@ -128,6 +129,7 @@ CF_DEVICE void ld_shared_f64x2(double (&x)[2], u32 address) {
   const emulate::Elements<double, 2> both = emulate::shared_at<emulate::Elements<double, 2>>(address);
   x[0] = both.value[0], x[1] = both.value[1];
 }
+CF_DEVICE u32 ld_shared_u16(u32 address) { return emulate::shared_at<u16>(address); }
 CF_DEVICE float ld_shared_f32(u32 address) { return emulate::shared_at<float>(address); }
 CF_DEVICE void ld_shared_f32x2(float& x, float& y, u32 address) {
   const emulate::Elements<float, 2> both = emulate::shared_at<emulate::Elements<float, 2>>(address);
