@@ -1,67 +1,180 @@
-"""The Hopper backward on a CPU: options, lengths, groups, and queries that items share."""
+"""The Hopper family's backward on a CPU: options, layouts of mask and bias, a bias's gradient, lengths and groups."""
 
 from __future__ import annotations
+
+import itertools
 
 import numpy as np
 import pytest
 from emulated import needs_compiler, vjp_on
-from support import DTYPES, NEG_INF, check, qkv
+from support import DTYPES, NEG_INF, assert_same, check, cotangents, normal, qkv
 
 from cupyflash.cuda.emulate import Machine
 
 pytestmark = needs_compiler
 
 BFLOAT16 = DTYPES[1]
-M, N = 150, 270
+M, N = 100, 230
 _RANDOM = np.random.default_rng(1)
 MASK = _RANDOM.random((M, N)) < 0.7
 BIAS = np.where(_RANDOM.random((2, M, N)) < 0.1, NEG_INF, _RANDOM.standard_normal((2, M, N)))
 OPTIONS = {
-    "plain": {},
-    "causal": {"causal": "bottom_right"},
-    "window": {"window": (40, 20), "query_offset": 30},
     "mask": {"mask": MASK},
     "bias": {"bias": BIAS.astype(BFLOAT16)},
-    "single bias": {"bias": BIAS.astype(np.float32)},
-    "softcap": {"softcap": 5.0},
-    "alibi": {"alibi_slopes": np.float32([0.3, 0.01]), "query_offset": 100},
-    "dropout": {"dropout_p": 0.3, "dropout_seed": 3},
-    "shard": {"dropout_p": 0.3, "dropout_seed": 3, "dropout_origin": (5, 3, 0)},
-    "all": {"mask": MASK, "bias": BIAS, "softcap": 5.0, "dropout_p": 0.1, "dropout_seed": 3},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"alibi_slopes": np.float32([0.3, 0.01]), "query_offset": 90},
+    "dropout": {"dropout_p": 0.1, "dropout_seed": 3},
+    "sinks": {"sinks": np.float32([2, -1])},
 }
+PAIRS = [(), *itertools.combinations(OPTIONS, 1), *itertools.combinations(OPTIONS, 2)]
+NARROW, WIDE = ["row_stats", "backward", "finish_queries"], ["row_stats", "backward_kv", "backward_q"]
+KERNELS = {64: NARROW, 128: NARROW, 256: WIDE}
+DIMS = [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
 
 
-def run(q, k, v, *, mode="plain", **options):
+def run(d, *, mode="plain", lead=1, wrt=("q", "k", "v"), n=N, dtype=BFLOAT16, **options):
+    """The kernels of the backward, whose gradients are those of the reference."""
+    machine = Machine(mode, compute_capability=90)
+    check(*qkv(np, lead, 2, M, n, d, heads_kv=1, dtype=dtype), via=vjp_on(machine), wrt=wrt, **options)
+    return [config.kernel for config in machine.launched if config.kernel != "forward"]
+
+
+@pytest.mark.parametrize("names", PAIRS, ids="+".join)
+@pytest.mark.parametrize("d", DIMS)
+def test_options_and_pairs(d, names):
+    kernels = run(d, **{key: value for name in names for key, value in OPTIONS[name].items()})
+    assert kernels == KERNELS[d]
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_no_races(d):
+    wide = normal(np, (2, M, N), np.float32, 4)
+    for options in ({"bias": BIAS.astype(BFLOAT16), "mask": MASK}, {"bias": wide, "mask": MASK}):
+        run(d, mode="checked", wrt=("q", "k", "v", "bias"), **options)
+
+
+@pytest.mark.parametrize("d", DIMS)
+def test_masks_and_biases_that_repeat_and_other_layouts(d):
+    wide = normal(np, (2, M, N), np.float32, 5)
+    forms = [
+        {"mask": MASK[:, :1], "bias": wide},
+        {"mask": np.where(MASK, 128, 0).astype(np.uint8).view(bool), "bias": BIAS[:, :, :1].astype(BFLOAT16)},
+        {"mask": MASK[:1], "bias": wide[:, :, :1]},
+        {"bias": BIAS[:, :1].astype(BFLOAT16)},
+        {"bias": wide[:1, :1, :1].astype(np.float64)},
+        {"bias": wide.astype(np.float64), "mask": MASK[::-1, ::-1]},
+        {"bias": np.pad(wide, ((0, 0), (0, 0), (0, 2)))[..., :N]},
+        {"bias": wide.astype(np.float16)[:, ::-1, ::-1], "kv_lengths": np.array([N - 9])},
+    ]
+    for options in forms:
+        run(d, **options)
+
+
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.float32], ids=["16 bits", "float32"])
+@pytest.mark.parametrize("n", [N - 2, N])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": "top_left", "mask": True},
+        {"window": (20, 10), "query_offset": 5},
+        {"q_lengths": [50, 80], "kv_lengths": [0, 200], "dropout_p": 0.3, "dropout_seed": 4},
+    ],
+    ids=["all", "causal", "window", "lengths"],
+)
+def test_the_gradient_of_a_bias_that_was_not_broadcast_leaves_the_main_kernel(d, dtype, n, options):
+    lengths = {name: np.array(x) for name, x in options.items() if name.endswith("lengths")}
+    mask = {"mask": MASK[:, :n]} if "mask" in options else {}
+    bias = normal(np, (2, 2, M, n), dtype, 6)
+    kernels = run(d, lead=2, n=n, wrt=("q", "k", "v", "bias"), **{**options, **lengths, **mask, "bias": bias})
+    assert kernels == KERNELS[d]
+
+
+def test_other_gradients_of_a_bias_have_a_kernel_of_their_own():
+    bias = normal(np, (2, M, N), BFLOAT16, 6)
+    for options in ({"lead": 2}, {"softcap": 2.0}, {"wrt": ("bias",)}):
+        kernels = run(64, **{"wrt": ("v", "bias"), **options, "bias": bias})
+        assert "backward_bias" in kernels, options
+
+
+def test_what_a_mask_hides_from_a_bias_may_be_anything():
+    q, k, v = qkv(np, 1, 2, M, N, 64, dtype=BFLOAT16)
+    machine = Machine("plain", compute_capability=90)
+    out, lse = machine.attention(q, k, v, mask=MASK, bias=BIAS.astype(BFLOAT16))
+    dout, _ = cotangents(np, out, lse)
+    results = []
+    for hidden in (0.0, np.nan, np.inf):
+        bias = np.where(MASK, BIAS, hidden).astype(BFLOAT16)
+        gradients = machine.attention_backward(dout, q, k, v, out, lse, mask=MASK, bias=bias)
+        results.append(tuple(x for x in gradients if x is not None))
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_what_lies_past_lengths_in_a_bias_is_never_seen(d):
+    q, k, v = qkv(np, 1, 2, M, N, d, dtype=BFLOAT16)
+    machine = Machine("plain", compute_capability=90)
+    lengths = {"q_lengths": np.array([70]), "kv_lengths": np.array([200])}
+    bias, results = normal(np, (1, 2, M, N), BFLOAT16, 8), []
+    out, lse = machine.attention(q, k, v, bias=bias, **lengths)
+    dout, _ = cotangents(np, out, lse)
+    for _ in range(2):
+        gradients = machine.attention_backward(dout, q, k, v, out, lse, bias=bias, **lengths)
+        results.append(tuple(x for x in gradients if x is not None))
+        bias[..., 70:, :] = bias[..., 200:] = np.nan
+    assert_same(results[1], results[0])
+
+
+def test_sums_in_no_order():
+    run(64, deterministic=False, **OPTIONS["bias"])
+
+
+# Wide heads, whose keys and queries have kernels of their own.
+
+
+def run_wide(q, k, v, *, mode="plain", **options):
     machine = Machine(mode, compute_capability=90)
     check(q, k, v, via=vjp_on(machine), **options)
     kernels = [config.kernel for config in machine.launched if config.family == "sm90"]
     assert kernels[:3] == ["forward", "backward_kv", "backward_q"]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options(name):
-    run(*qkv(np, 1, 2, M, N, 256, dtype=BFLOAT16), **OPTIONS[name])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"causal": "bottom_right"},
+        {"window": (40, 20), "query_offset": 30},
+        {"dropout_p": 0.3, "dropout_seed": 3, "dropout_origin": (5, 3, 0)},
+        {"mask": MASK, "bias": BIAS, "softcap": 5.0, "dropout_p": 0.1, "dropout_seed": 3},
+    ],
+    ids=["plain", "causal", "window", "shard", "all"],
+)
+def test_wide_heads(options):
+    run_wide(*qkv(np, 1, 2, M, N, 256, dtype=BFLOAT16), **options)
 
 
-def test_no_races():
-    run(*qkv(np, 1, 2, 140, 200, 192, dtype=BFLOAT16), mode="checked")
+def test_no_races_in_192_columns():
+    run_wide(*qkv(np, 1, 2, 140, 200, 192, dtype=BFLOAT16), mode="checked")
 
 
 def test_groups_and_lengths():
     q, k, v = qkv(np, 2, 4, 200, 260, 256, heads_kv=2, dtype=BFLOAT16)
-    run(q, k, v, q_lengths=np.array([200, 77]), kv_lengths=np.array([150, 260]))
+    run_wide(q, k, v, q_lengths=np.array([200, 77]), kv_lengths=np.array([150, 260]))
 
 
 def test_rows_of_very_small_and_very_large_lse():
     q, k, v = qkv(np, 1, 2, 100, 130, 256, dtype=BFLOAT16)
     for level in (-3000.0, 3000.0):
-        run(q, k, v, bias=np.full((1, 130), level, np.float32))
+        run_wide(q, k, v, bias=np.full((1, 130), level, np.float32))
 
 
 def test_queries_that_items_share():
     q, _, _ = qkv(np, 1, 2, 140, 1, 256, dtype=BFLOAT16)
     _, k, v = qkv(np, 3, 2, 1, 150, 256, dtype=BFLOAT16)
-    run(q, k, v, kv_lengths=np.array([150, 0, 60]))
+    run_wide(q, k, v, kv_lengths=np.array([150, 0, 60]))
 
 
 @pytest.mark.parametrize("d", [64, 128])

@@ -15,6 +15,7 @@ import cupyflash
 from cupyflash.cuda import backward_rows, configs, module, params, sm90_backward, sm90_backward_q, sm90_launch
 from cupyflash.cuda.backward_recipe import backward_recipe
 from cupyflash.cuda.operands import layouts, tensors
+from cupyflash.cuda.params import Layout
 from cupyflash.cuda.plan import planned
 from cupyflash.cuda.recipe import Sizes
 from cupyflash.problem import Problem
@@ -110,12 +111,49 @@ def test_keys_and_values_of_other_broadcasts_are_owned_by_launches_of_their_own(
     found = launches(q=shape, k=(1, 4, 200, 64), v=(3, 4, 200, 64))
     assert [kernel for kernel, _ in found] == ["row_stats", "backward", "backward", "finish_queries"]
     (keys, values) = (launch for kernel, launch in found if kernel == "backward")
-    names = [params.ADDRESSES[index] for launch in (keys, values) for index in launch.hidden]
-    assert names == ["dv", "dk"]
+    hidden = [{params.ADDRESSES[index] for index in launch.hidden} for launch in (keys, values)]
+    assert hidden == [{"dv", "dbias"}, {"dk", "dbias"}]
     assert (keys.extras.heads, values.extras.heads) == (4, 12)
     assert (keys.extras.ticket, values.extras.ticket) == (0, 1)
     added = (keys.extras.queries, values.extras.queries)
     assert added == (sm90_backward.IN_TURN, sm90_backward.NOT_WANTED)  # dq is added once
+
+
+def test_the_gradient_of_a_bias_leaves_the_main_kernel_where_nothing_is_summed():
+    def kernels(shape, dtype=np.float16, accumulate=False, wrt=("q", "bias"), **options):
+        q, bias = np.broadcast_to(np.float16(0), (2, 4, 70, 64)), np.broadcast_to(dtype(0), shape)
+        problem = Problem.create(q, q, q, bias=bias, **options)
+        found = layouts(tensors(problem)) | {
+            "dout": Layout.of(q),
+            "dq": Layout.of(q),
+            "dbias": Layout.of(np.empty(shape, dtype)),
+        }
+        arguments = Sizes.of(problem), tuple(found.items()), frozenset(wrt), accumulate
+        return backward_recipe("sm90", 90, *arguments).launches
+
+    own = (2, 4, 70, 70)
+    for dtype in (np.float16, np.float32):
+        main = kernels(own, dtype)[1]
+        assert [launch.config.kernel for launch in kernels(own, dtype)] == [
+            "row_stats",
+            "backward",
+            "finish_queries",
+        ]
+        assert params.ADDRESSES.index("dbias") not in main.hidden
+    others = [
+        kernels((1, 4, 70, 70)),
+        kernels((2, 1, 70, 70)),
+        kernels((2, 4, 1, 70)),
+        kernels((2, 4, 70, 1)),
+        kernels(own, np.float64),
+        kernels(own, accumulate=True),
+        kernels(own, wrt=("bias",)),
+        kernels(own, softcap=2.0),
+    ]
+    for launches in others:
+        hidden = [x.hidden for x in launches if x.config.kernel == "backward"]
+        assert "backward_bias" in [x.config.kernel for x in launches]
+        assert all(params.ADDRESSES.index("dbias") in x for x in hidden)
 
 
 def test_sums_in_no_order_begin_with_the_first_share():
@@ -193,11 +231,23 @@ def call_of(**options):
     return SimpleNamespace(dtype=np.dtype(np.float16), q=x, k=x, v=x, **options)
 
 
-def test_a_mask_and_a_bias_are_read_in_place():
-    odd = strided((4, 10, 9), (90, 9, 1), np.float64)
-    problem = call_of(mask=odd, bias=odd)
-    assert sm90_launch.copies(problem, problem.q) == {}
-    assert set(sm90_launch.copies(problem)) == {"mask", "bias"}
+def test_a_mask_and_a_bias_are_copied_to_whole_chunks_of_rows_or_read_as_one_column():
+    def copied(mask, bias):
+        problem = call_of(mask=mask, bias=bias)
+        return {
+            name: (copy.row, copy.layout.dtype.name)
+            for name, copy in sm90_launch.copies(problem, problem.q).items()
+        }
+
+    half, single, double = np.float16, np.float32, np.float64
+    whole = strided((4, 10, 16), (160, 16, 1), bool), strided((4, 10, 16), (160, 16, 1), half)
+    assert copied(*whole) == {}
+    odd = (4, 10, 9), (90, 9, 1)
+    assert copied(strided(*odd, bool), strided(*odd, half)) == {"mask": (16, "bool"), "bias": (16, "float16")}
+    assert copied(None, strided(*odd, single)) == {"bias": (12, "float32")}
+    assert copied(None, strided(*odd, double)) == {"bias": (12, "float32")}
+    column = strided((4, 10, 1), (10, 1, 1), double)
+    assert copied(strided((4, 10, 9), (10, 1, 0), bool), column) == {}
 
 
 def test_invalid_geometry_is_named():

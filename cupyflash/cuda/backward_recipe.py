@@ -219,8 +219,9 @@ class _Backward:
 class _HopperBackward(_Backward):
     """The same on Hopper: one kernel owns keys and values, and hands the gradients of queries on as sums.
 
-    Queries of wide heads have a kernel of their own. Gradients of a bias and of slopes are left to kernels of sm80:
-    slopes' do not bear weights that are rounded before they are summed up.
+    Queries of wide heads have a kernel of their own. The gradient of a bias that was not broadcast may leave the
+    kernel of keys and values. Other ones, and gradients of slopes, are left to kernels of sm80: slopes' do not bear
+    weights that are rounded before they are summed up.
     """
 
     def recipe(self) -> Recipe:
@@ -229,7 +230,10 @@ class _HopperBackward(_Backward):
         kernel = sm90_backward.kernel_for(self.sizes)
         config, wide = self._config(kernel), kernel == "backward_kv"
         self._reserve_sums(0 if wide else config.geometry.head_dim)
-        if {"bias", "sinks", "slopes"} & self.wrt:
+        apart = {"bias", "sinks", "slopes"} & self.wrt
+        if self._writes_bias():
+            apart = apart - {"bias"}
+        if apart:
             self._reserve("row_delta", self.sizes.rows)
         if "slopes" in self.wrt:
             self._reserve("slope_rows", self.sizes.rows)
@@ -241,21 +245,33 @@ class _HopperBackward(_Backward):
         elif "q" in self.wrt:
             self._finish_queries(config)
         self.family = "sm80"
-        if "bias" in self.wrt:
+        if "bias" in apart:
             self._bias()
         self._queries({"slopes"} & self.wrt)
         return self._finished()
 
+    def _writes_bias(self) -> bool:
+        """Whether the main kernel writes the gradient of the bias: kernels_cu/sm90/backward_bias.cuh."""
+        owned = {"k", "v"} if sm90_backward.kernel_for(self.sizes) == "backward_kv" else {"q", "k", "v"}
+        if "bias" not in self.wrt or not owned & self.wrt or self.accumulate or self.sizes.options[1]:
+            return False
+        if self.layouts["dbias"].dtype not in (self.sizes.dtype, np.dtype(np.float32)):
+            return False
+        record = self._record(("dbias",), owner="dbias")
+        kept = record["own_heads"] and record["own_rows"] and record["own_cols"]
+        return bool(kept) and math.prod(record["loop"].tolist()) == 1
+
     def _main(self, kernel: str, config: Any) -> None:
         order = sm90_backward.IN_TURN if self.sizes.deterministic else sm90_backward.IN_ANY_ORDER
         for number, owners in enumerate(self._owners() or [[]]):
-            record = self._record((*_SCORES, "dout", *owners), owner=owners[0] if owners else None)
+            bias = {"dbias"} if self._writes_bias() and number == 0 else set()
+            record = self._record((*_SCORES, "dout", *owners, *bias), owner=owners[0] if owners else None)
             owned = _own(record)
             summed = "q" in self.wrt and number == 0 and kernel == "backward"
             queries = order if summed else sm90_backward.NOT_WANTED
             extras = sm90_backward.Extras.of(config, self.sizes, record, owned, number, queries)
             grid = config.geometry.blocks(kernel, self.sizes, owned)
-            self._add(config, grid, record, {"dk", "dv"}.difference(owners), extras)
+            self._add(config, grid, record, {"dk", "dv", "dbias"}.difference(owners, bias), extras)
 
     def _wide_queries(self) -> None:
         config, record = self._config("backward_q"), self._record((*_SCORES, "dout", "dq"), owner="dq")

@@ -46,6 +46,7 @@ class Geometry(NamedTuple):
     shares: int = 1  # shares of dq that wait in shared memory to be added; none where dq is another kernel's
     producer_registers: int = 24
     consumer_registers: int = 240
+    addends: bool = False  # mask and bias have a place of their own in shared memory
 
     def __str__(self) -> str:
         words = [f"d{self.head_dim}", f"q{self.block_q}", f"kv{self.block_kv}", f"s{self.stages}"]
@@ -95,7 +96,8 @@ class Geometry(NamedTuple):
         tiles = 2 * self.block_kv * row + 2 * self.stages * self.block_q * row
         gradients = self.block_kv * self.block_q * 2
         shares = self.shares * self.block_q * self.head_dim * 4
-        return ALIGNMENT_BYTES + tiles + (2 if self.head_dim <= 128 else 4) * gradients + shares
+        addends = (5 if self.head_dim <= 64 else 4) * self.block_q * self.block_kv * self.addends
+        return ALIGNMENT_BYTES + tiles + (2 if self.head_dim <= 128 else 4) * gradients + addends + shares
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
         """The row as it runs these head dims: TMA fills up with zeros."""
@@ -131,9 +133,15 @@ SHAPED = {
     "backward": (Geometry(64, 64, 128, 2, True), Geometry(128, 64, 128, 2, True, shares=2)),
     "backward_kv": PLAIN["backward_kv"],
 }
+WITH_ADDENDS = {
+    "backward": tuple(row._replace(shares=1, addends=True) for row in SHAPED["backward"]),
+    "backward_kv": PLAIN["backward_kv"],
+}
 # (kernel, bytes of the score type, options) -> geometries.
 TABLE = {
-    (kernel, 4, options): (SHAPED if any(options[:2]) else DROPOUT if options[2] else PLAIN)[kernel]
+    (kernel, 4, options): (
+        WITH_ADDENDS if options[0] else SHAPED if options[1] else DROPOUT if options[2] else PLAIN
+    )[kernel]
     for kernel in PLAIN
     for options in itertools.product((False, True), repeat=3)
 }

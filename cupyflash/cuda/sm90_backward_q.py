@@ -27,6 +27,7 @@ class Geometry(NamedTuple):
     ping_pong: bool  # consumers start products in turns
     producer_registers: int = 24
     consumer_registers: int = 240
+    addends: bool = False  # tiles of a mask and of a bias have their place in shared memory
 
     def __str__(self) -> str:
         words = [f"d{self.head_dim}", f"q{self.block_q}", f"kv{self.block_kv}", f"s{self.stages}"]
@@ -69,7 +70,8 @@ class Geometry(NamedTuple):
     def shared_bytes(self, kernel: str, score_bytes: int) -> int:
         """Dynamic shared memory of a block; the kernel asserts that it uses as much."""
         row = 128 * ceil(self.head_dim, 64)
-        return ALIGNMENT_BYTES + row * (2 * self.block_q + (self.stages + 1) * self.block_kv)
+        addends = 3 * self.block_q * self.block_kv * self.addends
+        return ALIGNMENT_BYTES + row * (2 * self.block_q + (self.stages + 1) * self.block_kv) + addends
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
         """The row as it runs these head dims: TMA fills up with zeros."""
@@ -91,6 +93,6 @@ class Geometry(NamedTuple):
 
 # (kernel, bytes of the score type, options) -> geometries.
 TABLE = {
-    ("backward_q", 4, options): (Geometry(256, 128, 64, 2, True),)
+    ("backward_q", 4, options): (Geometry(256, 128, 48 if options[0] else 64, 2, True, addends=options[0]),)
     for options in itertools.product((False, True), repeat=3)
 }

@@ -100,10 +100,10 @@ class Copy(NamedTuple):
 def copies(problem: Any, dout: Any = None) -> dict[str, Copy]:
     """The operands that the kernel cannot read in place, and how they are copied: with rows padded to whole units.
 
-    They are q, k, v and dout of 16 bits that TMA does not take; in the forward a mask or bias whose columns cannot be
-    read in pairs (beside q of 16 bits: a mask, or a bias of q's dtype, 16 bytes at a time), or whose dtype is neither
-    that of q nor float32; and in the backward of float32 a bias of another dtype. With dout, an array or its layout,
-    those of a backward.
+    They are q, k, v and dout of 16 bits that TMA does not take, and a mask or bias whose columns cannot be read in
+    pairs (beside q of 16 bits: a mask, a bias of q's dtype, and in the backward one of float32, 16 bytes at a time),
+    or whose dtype is neither that of q nor float32; in the backward of float32 only a bias of another dtype. With
+    dout, an array or its layout, those of a backward.
     """
     p, forward, single = problem, dout is None, np.dtype(np.float32)
     halves = p.dtype.itemsize == 2
@@ -111,11 +111,12 @@ def copies(problem: Any, dout: Any = None) -> dict[str, Copy]:
     if halves:
         by_tma = {"q": p.q, "k": p.k, "v": p.v} | ({} if forward else {"dout": dout})
         wanted |= {name: (x, ALIGNMENT // p.dtype.itemsize, p.dtype) for name, x in by_tma.items()}
-    if forward and p.mask is not None and not _one_column(p.mask):
+    if (forward or halves) and p.mask is not None and not _one_column(p.mask):
         wanted["mask"] = (p.mask, ALIGNMENT if halves else 2, p.mask.dtype)
-    if forward and p.bias is not None and not _one_column(p.bias):
+    if (forward or halves) and p.bias is not None and not _one_column(p.bias):
         dtype = p.bias.dtype if p.bias.dtype in (p.dtype, single) else single
-        wanted["bias"] = (p.bias, ALIGNMENT // 2 if halves and dtype == p.dtype else 2, dtype)
+        chunks = halves and (dtype == p.dtype or not forward)
+        wanted["bias"] = (p.bias, ALIGNMENT // dtype.itemsize if chunks else 2, dtype)
     if not forward and p.bias is not None and p.dtype == single != p.bias.dtype:
         wanted["bias"] = (p.bias, 2, single)
     return {

@@ -1,8 +1,10 @@
 // Mask and bias on their way to scores. A warp's rows of a key tile come to shared memory (cp.async) kAddendStages
 // tiles ahead: no register waits for memory. A bias that is not of q's dtype is read from where it lies; before, it
 // comes to the L2 cache.
+// Who includes this says what Scores are: entry 4 j + 2 h + x of lane l is row 8 h + l / 4, column 8 j + 2 (l % 4) + x.
 #pragma once
-#include "sm90/softmax.cuh"
+#include "attn/score.cuh"
+#include "core/warp.cuh"
 
 constexpr i32 kPairs = kBlockKV / 8;                  // of a thread and row: columns 8 j and 8 j + 1
 

@@ -72,7 +72,8 @@
 #include "sm90/backward_shares.cuh"
 
 constexpr bool kSplitRows = kBlockQ == 128;        // of dq between the warpgroups, else its columns
-static_assert(kGradientAt + 2 * kGradientBytes == kShareAt, "the launch gives what the kernel uses");
+constexpr u32 kAddendsAt = kGradientAt + 2 * kGradientBytes;
+static_assert(kAddendsAt + (kMaskOrBias ? 8 * kAddendBytes : 0) == kShareAt, "the launch gives what the kernel uses");
 static_assert(kBlockKV == 128 && kThreads == 384, "64 keys a consumer");
 static_assert(kSplitRows ? kHeadDim == 64 : kBlockQ == 64, "a consumer computes 64 rows of dq, all columns or half of them");
 
@@ -108,6 +109,7 @@ struct Consumer : ConsumerBase {
     return descriptor(tiles + kKAt, kBlockKV * 128) + (kSplitRows ? 0 : number * ((panel + column) / 16));
   }
 
+  CF_DEVICE AddendTile addends() const { return {tiles + kAddendsAt + (4 * number + thread / 32) * kAddendBytes}; }
   CF_DEVICE bool at_last() const { return left == 1; }
   // dq of the tile whose dA is that of step `of`.
   CF_DEVICE void start_queries_of(Queries& dq, u32 of) const {
@@ -162,6 +164,7 @@ struct Consumer : ConsumerBase {
     first = w.first, last = w.last, q_length = w.sight.q_length, whole = w.whole[number];
     step = w.begin + w.before, inside = false;
     const Operand nothing{};
+    fetch(addends(), first_place(), 64 * number);
     give_gradients(nothing);
     step += 1;
     start_next(ring, tile, true);
@@ -189,12 +192,13 @@ struct Consumer : ConsumerBase {
     mbarrier_try_wait_parity(barrier(control.o_ready, ring.stage()), ring.parity());
     if constexpr (kPlainScores) start_scores(dp, own_keys(kVAt), queries(kOAt, ring));
     const i32 row = tile * kBlockQ;
-    const bool edge = !whole.covers(row, smaller(row + kBlockQ, q_length));
-    if constexpr (!kPlainScores) shape(s, derivative, launch.scale, at);      // needs the registers of dP
+    const bool edge = !whole.covers(row, row_stop(row, q_length));
+    if constexpr (!kPlainScores) shape(s, derivative, launch.scale, at, addends());      // needs the registers of dP
     if (edge) select(s, at);
     weigh(s, weighing, lse, control.lse_of(ring.stage()), launch.unit, thread);
     if constexpr (kRoundedWeights) round_to(weights, s);
     if constexpr (!kPlainScores) start_scores(dp, own_keys(kVAt), queries(kOAt, ring));
+    if (!at_last()) fetch(addends(), next_place(), 64 * number);
     RowNumbers delta;
     const u32 delta_at = control.delta_of(ring.stage());
     if constexpr (kLoadEarly) delta.load(delta_at, thread);
@@ -203,6 +207,7 @@ struct Consumer : ConsumerBase {
     const auto weight = [&](int n) { return kRoundedWeights ? entry_of(weights, n) : s[n]; };
     const auto removed = [&](int n) { return is_dropped(dropped, n); };
     gradients_of(ds, dp, weight, removed, derivative, at, edge, delta, delta_at, thread);
+    store_bias_entries(dp, at);
     if constexpr (!kRoundedWeights) round_to(weights, s), round_to(ds, dp);
     if constexpr (kDropout) remove_dropped(weights, dropped);
     if constexpr (kStoreFirst) give_gradients(ds);
@@ -228,6 +233,7 @@ struct Consumer : ConsumerBase {
     if (leader()) mbarrier_arrive(barrier(control.o_free, ring.stage()));      // dv is there; dk runs on
     start_next(next, tile, more);
     prepare(next, head, tile);
+    store_bias_tile(64 * number, at.head, row, tiles + kGradientAt + step % 2 * kGradientBytes);
     wgmma_wait_group<0>();
     if (leader()) mbarrier_arrive(barrier(control.q_free, ring.stage()));
     ring.advance();
@@ -245,6 +251,7 @@ struct Consumer : ConsumerBase {
   }
 
   CF_DEVICE void query_tiles() {
+    clear_unseen_bias(64 * number);
     if (!work().any()) return;
     begin();
     CF_UNROLL_1

@@ -1,6 +1,7 @@
 // What the consumers of both backward kernels have in common: who they are, and the walk over work, heads and tiles.
 #pragma once
 #include "core/warp.cuh"
+#include "sm90/backward_bias.cuh"
 #include "sm90/backward_products.cuh"
 #include "sm90/backward_store.cuh"
 
@@ -48,6 +49,58 @@ struct ConsumerBase {
     clear_rows<kBlockKV>(tiles + kVAt, rows);
     fence_proxy_async();
     meet();
+  }
+
+  // The tile that comes next: in this piece of work, or as its first.
+  CF_DEVICE QueryTile next_place() const {
+    const QueryTile now = place();
+    return now.tile > work().first ? QueryTile{now.head, now.tile - 1} : QueryTile{now.head + 1, work().last};
+  }
+  CF_DEVICE QueryTile first_place() const { return {work().head_kv * launch.group, work().last}; }
+
+  // Mask and bias of a tile and of the warp's keys, from number `key` of the key tile on; what lay there has been read.
+  CF_DEVICE void fetch(const AddendTile& addends, const QueryTile& tile, i32 key) const {
+    if constexpr (kMaskOrBias) {
+      const i32 own = i32(opaque(thread)), col = work().tile * kBlockKV + key + own / 32 * kAddendKeys;
+      warp_barrier();                      // all lanes have read
+      addends.fetch(p, addends_of(p, work().item, tile.head), tile.tile * kBlockQ, col, own % 32);
+    }
+  }
+
+  // The gradient of a bias, of the consumer's keys from number `key` on: of float32, as soon as there is dA; else from
+  // where dA lies; of tiles that no query sees.
+  CF_DEVICE bool writes_bias(bool wide) const {
+    return kWritesBias && p.call.dbias != nullptr && (p.dbias_kind == kFloat32) == wide;
+  }
+  CF_DEVICE void store_bias_entries(const Scores& ds, const Place& at) const {
+    if (writes_bias(true)) store_wide(ds, p, work().item, at.head, at.query, at.key);
+  }
+  template <class T> CF_DEVICE BiasGradient<T> bias_gradient(i32 head, i32 key, i32 own) const {
+    return BiasGradient<T>(p, work().item, head, work().tile * kBlockKV + key + own / 32 * kAddendKeys, own % 32);
+  }
+  CF_DEVICE void store_bias_tile(i32 key, i32 head, i32 row, u32 from) const {
+    if (!writes_bias(false)) return;
+    const i32 own = i32(opaque(thread));
+    bias_gradient<Element>(head, key, own).store_tile(row, from + (key + own / 32 * kAddendKeys) * 128, own % 32);
+  }
+  template <class T> CF_DEVICE void clear_bias(i32 key) const {
+    const i32 own = i32(opaque(thread));
+    CF_UNROLL_1
+    for (i32 head = work().head_kv * launch.group; head < (work().head_kv + 1) * launch.group; ++head) {
+      const BiasGradient<T> gradient = bias_gradient<T>(head, key, own);
+      gradient.clear_rows(0, work().any() ? work().first * kBlockQ : p.seqlen_q, own % 32);
+      if (work().any()) gradient.clear_rows((work().last + 1) * kBlockQ, p.seqlen_q, own % 32);
+    }
+  }
+  CF_DEVICE void clear_unseen_bias(i32 key) const {
+    if (writes_bias(true)) clear_bias<float>(key);
+    if (writes_bias(false)) clear_bias<Element>(key);
+  }
+
+  // Up to which row of the tile from `row` on all must be seen for a tile without edges. Past the length scores are
+  // finite and weights 0, but for a bias.
+  CF_DEVICE i32 row_stop(i32 row, i32 q_length) const {
+    return kMaskOrBias ? row + kBlockQ : smaller(row + kBlockQ, q_length);
   }
 
   // dA of the thread's keys, of which the first in the tile is that of number `key`, at `to`.

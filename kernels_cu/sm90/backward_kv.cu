@@ -9,7 +9,10 @@
 //   consumer A    .weights 9. dv9 S8  .weights 8. dv8 S7  ...                       (query tiles are walked downward)
 //   consumer B         .dA 9.  dk9 dP8     .dA 8.  dk8 dP7 ...
 //
-// Shared memory: K | V | Q x 2 | dO x 2 | weights and derivatives x 2; barriers and row numbers beside them.
+// Mask and bias take the second place of weights: there the first consumer goes ahead until its weights are ready.
+//
+// Shared memory: K | V | Q x 2 | dO x 2 | weights and derivatives x 2, or once and addends; barriers and row numbers
+// beside them.
 //
 // TFLOP/s at head dim 256, five products counted, full / causal, all launches together (H200, 2026-11-30, bfloat16):
 //
@@ -30,6 +33,7 @@
 
 constexpr u32 kHandedAt = kGradientAt, kHandedBytes = 2 * kGradientBytes;      // weights, derivatives behind them
 static_assert(1024 + kHandedAt + 2 * kHandedBytes == kSharedBytes, "the launch gives what the kernel uses");
+static_assert(4 * kAddendBytes == kHandedBytes, "addends of four warps take the second place");
 static_assert(kBlockQ == 64 && kBlockKV == 64 && kStages == 2 && kThreads == 384, "two tiles of queries");
 
 enum : i32 { kThere = 2, kTaken = 4 };                     // named barriers, of weights: one for each of two tiles
@@ -41,7 +45,8 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
   Output sum;                              // dv or dk
   Scores s;                                // or dP, of the tile that comes next
 
-  CF_DEVICE i32 place_of_weights() const { return i32(ring.number % 2); }
+  CF_DEVICE AddendTile addends() const { return {tiles + kHandedAt + kHandedBytes + thread / 32 * kAddendBytes}; }
+  CF_DEVICE i32 place_of_weights() const { return kMaskOrBias ? 0 : i32(ring.number % 2); }
   CF_DEVICE u32 weights_at() const { return tiles + kHandedAt + place_of_weights() * kHandedBytes; }
   CF_DEVICE u32 derivatives_at() const { return weights_at() + kGradientBytes; }
   CF_DEVICE u64 of_stage(u64 queries) const { return queries + ring.stage() * (kQueryBytes >> 4); }
@@ -69,7 +74,7 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     const Weighing weighing = weighing_of(lse_log2, shared_address(control.zeros), launch.unit, thread);
     RowNumbers lse;
     lse.load(weighing.lse_log2, thread);
-    if constexpr (!kPlainScores) shape(s, derivative, launch.scale, at);
+    if constexpr (!kPlainScores) shape(s, derivative, launch.scale, at, addends());
     if (edge) select(s, at);
     weigh(s, weighing, lse, lse_log2, launch.unit, thread);
     if constexpr (kDropout) sign_dropped(s, at, thread % 32);
@@ -78,6 +83,7 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     give_words(weights_at(), weights);
     if constexpr (kSoftcapOrAlibi) give_words(derivatives_at(), derivative);
     bar_arrive(kThere + place_of_weights(), 256);
+    if (!at_last()) fetch(addends(), next_place(), 0);
     if constexpr (kDropout) remove_signed(weights);
   }
 
@@ -93,13 +99,19 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     const auto weight = [&](int n) { return kDropout ? absolute(entry_of(weights, n)) : entry_of(weights, n); };
     const auto dropped = [&](int n) { return entry_of(weights, n) < 0.0f; };
     gradients_of(ds, s, weight, dropped, derivative, at, edge, delta, control.delta_of(ring.stage()), thread);
+    store_bias_entries(s, at);
+    if (writes_bias(false)) {              // through where derivatives would be
+      store_gradients(ds, derivatives_at(), 0);
+      warp_barrier();
+      store_bias_tile(0, at.head, place().tile * kBlockQ, derivatives_at());
+    }
   }
 
   CF_DEVICE void query_tile() {
     Operand operand;                       // weights, or dA
     const i32 head = place().head, row = place().tile * kBlockQ, key = work().tile * kBlockKV + thread / 32 * 16 + thread % 32 / 4;
     const Place at{p, work(), head, row + thread % 4 * 2, key};
-    const bool edge = !work().whole[0].covers(row, smaller(row + kBlockQ, work().sight.q_length));
+    const bool edge = !work().whole[0].covers(row, row_stop(row, work().sight.q_length));
     if (leader() && at_last()) free_keys();
     if constexpr (kOwnsValues) weights_of(operand, at, edge); else take_weights(operand, at, edge);
     if (at_last()) products<true>(operand); else products<false>(operand);
@@ -126,6 +138,7 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     for (int n = 0; n < kHeadDim / 2; ++n) sum[n] = 0.0f;
   }
   CF_DEVICE void begin() {
+    if (kOwnsValues) fetch(addends(), first_place(), 0);
     start_next();
     wgmma_wait_group<0>();
   }
@@ -136,6 +149,7 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     start_scores(s, rows, of_stage(columns));
   }
   CF_DEVICE void query_tiles() {
+    if (!kOwnsValues) clear_unseen_bias(0);
     if (work().any()) begin();
     CF_UNROLL_1
     while (ring.number != work().end) query_tile();
@@ -164,7 +178,8 @@ CF_DEVICE void consume(const Params& p, const Launch& launch, Control& control, 
   c.columns = descriptor(tiles + (kOwnsValues ? kQAt : kOAt), 16);
   c.columns_by_rows = descriptor(tiles + (kOwnsValues ? kOAt : kQAt), kBlockQ * 128);
   c.own_words = thread * 16;
-  if (!kOwnsValues) bar_arrive(kTaken, 256), bar_arrive(kTaken + 1, 256);      // both places are free
+  if (!kOwnsValues) bar_arrive(kTaken, 256);      // the places are free
+  if (!kOwnsValues && !kMaskOrBias) bar_arrive(kTaken + 1, 256);
   c.walk(c);
 }
 

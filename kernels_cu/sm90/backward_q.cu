@@ -12,9 +12,11 @@
 //   consumer A    S9 dP9 .dA.   dq9 S8 dP8 .dA.   dq8 S7 dP7 ...
 //   consumer B           S9 dP9 .dA.   dq9 S8 dP8 .dA.   ...
 //
-// Shared memory: Q | dO | K x kStages | V; barriers and work beside them. What all of this gives: sm90/backward_kv.cu.
+// Shared memory: Q | dO | K x kStages | V | mask | bias; barriers and work beside them. What all of this gives:
+// sm90/backward_kv.cu.
 #include "sm90/backward_q_scores.cuh"
 
+static_assert(1024 + kAddendsAt + kAddendBytes == kSharedBytes, "the launch gives what the kernel uses");
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr bool kLate = !kPlainScores || kDropout;      // dP is formed behind the weights: registers
 enum : i32 { kTurn = 2, kWarpgroup = 4 };              // named barriers of the first consumer; that of the second follows
@@ -87,13 +89,23 @@ struct Consumer {
     barrier_of_warpgroup();
   }
 
+  // Mask and bias of key tile n, over what this warp has read.
+  CF_DEVICE AddendTile addends() const { return AddendTile(tiles + kAddendsAt, 4 * number + thread / 32); }
+  CF_DEVICE void fetch(i32 n) const {
+    if (!kMaskOrBias || n < work().first) return;
+    const i32 first = work().row() + 64 * number + thread / 32 * 16;
+    warp_barrier();                              // all lanes have read
+    fetch_addends(addends(), p, addends_of(p, work().item, work().head), first, n * kBlockKV, thread % 32);
+  }
+
   // Scores of key tile n, and dP, become dA.
   CF_DEVICE void gradients(Operand& da, i32 n) {
     const Keys& keys = work().keys[number];
     const Place at{p, work(), row(), n * kBlockKV + thread % 4 * 2};
     const bool edge = n < keys.steady_from || n >= keys.steady_to;
     Operand derivative;
-    if constexpr (!kPlainScores) shape(s, derivative, launch.scale, at);
+    if constexpr (!kPlainScores) shape(s, derivative, launch.scale, at, addends());
+    fetch(n - 1);
     if (edge) select(s, at);
     weigh(s, rows, launch.unit);
     if constexpr (kDropout) sign_dropped(s, at);
@@ -124,6 +136,7 @@ struct Consumer {
     pass_by(uniform(work().last) - larger(last, first - 1));
     if (last < first) return free(control.q_free), free(control.o_free);
     i32 n = last;
+    fetch(n);
     wait_for_turn();
     start_scores();
     wgmma_wait_group<kLate ? 0 : 1>();

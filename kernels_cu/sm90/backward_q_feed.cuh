@@ -12,7 +12,7 @@ constexpr i32 kConsumers = 2, kPanels = ceil_div(kHeadDim, 64);
 constexpr i32 kLead = 2;         // key tiles that are still to be loaded when the next piece of work is asked for
 constexpr u32 kQueryBytes = kBlockQ * 128 * kPanels, kKeyBytes = kBlockKV * 128 * kPanels;
 constexpr u32 kQAt = 0, kOAt = kQAt + kQueryBytes, kKAt = kOAt + kQueryBytes, kVAt = kKAt + kStages * kKeyBytes;
-static_assert(1024 + kVAt + kKeyBytes == kSharedBytes, "the launch gives what the kernel uses");
+constexpr u32 kAddendsAt = kVAt + kKeyBytes;
 static_assert(kBlockQ == 64 * kConsumers && kThreads == 128 * (kConsumers + 1), "64 queries a consumer");
 
 // Of a consumer's queries: the last key tile that some see; tiles in [steady_from, steady_to) are seen by all.

@@ -14,6 +14,7 @@ constexpr bool kPlainScores = !kMaskOrBias && !kSoftcapOrAlibi;
 constexpr float kLargestLse = 1048576.0f;             // 2^20: beyond it the rounding of lse might make weights overflow
 using Scores = float[kScores];
 using Operand = u32[kScores / 2];                     // a tile rounded, as wgmma takes it from registers
+#include "sm90/addends.cuh"                           // of such scores
 
 CF_DEVICE constexpr int query_of(int n) { return n / 2 % 2 * 8; }
 CF_DEVICE constexpr int key_of(int n) { return n / 4 * 8 + n % 2; }
@@ -38,32 +39,8 @@ CF_DEVICE void select(Scores& s, const Place& at) {
   }
 }
 
-// use(n, element) for the entries of this thread below the lengths, of an array of T with these strides.
-template <class T, class Use> CF_DEVICE void for_entries(const T* first, i64 row, i64 col, const Place& at, Use use) {
-  const i32 rows = at.work.sight.q_length - at.query, cols = at.work.sight.kv_length - at.key;
-  const T* from = first + at.query * row + at.key * col;
-  CF_UNROLL
-  for (int n = 0; n < kScores; ++n) {
-    if (query_of(n) < rows && key_of(n) < cols) use(n, from[query_of(n) * row + key_of(n) * col]);
-  }
-}
-
-template <class T> CF_DEVICE void add_bias_as(Scores& s, const Addends& a, const Place& at) {
-  for_entries(static_cast<const T*>(a.bias) + a.bias_first, a.bias_row, a.bias_col, at,
-              [&](int n, T bias) { s[n] = with_addend(s[n], convert<float>(bias)); });
-}
-
-CF_DEVICE void add_bias(Scores& s, const Addends& a, const Place& at) {
-  switch (a.bias_kind) {
-    case kFloat16: return add_bias_as<float16>(s, a, at);
-    case kBFloat16: return add_bias_as<bfloat16>(s, a, at);
-    case kFloat32: return add_bias_as<float>(s, a, at);
-    default: return add_bias_as<double>(s, a, at);
-  }
-}
-
 // scale, softcap, ALiBi, bias, mask, in this order; `derivative` is d(c) / d(a), rounded.
-CF_DEVICE void shape(Scores& s, Operand& derivative, float scale, const Place& at) {
+CF_DEVICE void shape(Scores& s, Operand& derivative, float scale, const Place& at, const AddendTile& addends) {
   CF_UNROLL
   for (int n = 0; n < kScores; ++n) s[n] = times(s[n], scale);
   if constexpr (kSoftcapOrAlibi) {
@@ -82,11 +59,12 @@ CF_DEVICE void shape(Scores& s, Operand& derivative, float scale, const Place& a
   }
   if constexpr (kMaskOrBias) {
     const Addends a = addends_of(at.p, at.work.item, at.work.head);
-    if (a.bias != nullptr) add_bias(s, a, at);
-    if (a.mask != nullptr) {
-      for_entries(a.mask, a.mask_row, a.mask_col, at,
-                  [&](int n, u8 allowed) { if (allowed == 0) s[n] = -Limits<float>::infinity(); });
-    }
+    MaskBits mask;
+    wait_for_addends();
+    read_mask(mask, addends, at.p, a, at.query);
+    if (bias_comes(at.p, a)) for_bias(addends, [&](int n, float b) { s[n] = with_addend(s[n], b); });
+    else if (has_bias(at.p)) add_bias_in_place(s, at.p, a, at.query, at.key);
+    if (has_mask(at.p)) apply_mask(s, mask);
   }
 }
 

@@ -3,7 +3,7 @@
 // Entry 4 j + 2 h + x of lane l in warp w is key 16 w + 8 h + l / 4, query 8 j + 2 (l % 4) + x. Turned like this, weights
 // and gradients leave the accumulators as operands of dv and dk; what belongs to a query varies along j and x.
 #pragma once
-#include "sm90/backward_feed.cuh"
+#include "sm90/backward_addends.cuh"
 
 constexpr i32 kScores = kBlockQ / 2;                  // of a thread
 constexpr bool kPlainScores = !kMaskOrBias && !kSoftcapOrAlibi;
@@ -52,33 +52,18 @@ CF_DEVICE void select(Scores& s, const Place& at) {
 CF_DEVICE float distance(float ahead, int n) { return absolute(ahead + float(n / 4 * 8 + n % 2 - n / 2 % 2 * 8)); }
 CF_DEVICE float ahead_of(const Place& at) { return float(at.query + at.work.sight.offset - at.key); }
 
-// use(n, element) for the entries of this thread below the lengths, of an array of T with these strides.
-template <class T, class Use> CF_DEVICE void for_entries(const T* first, i64 row, i64 col, const Place& at, Use use) {
-  const i32 rows = at.work.sight.q_length - at.query, cols = at.work.sight.kv_length - at.key;
-  const T* from = first + at.query * row + at.key * col;
+// A bias of one row, or of one number, which all query tiles read.
+template <class Use> CF_DEVICE void add_bias_row(const Addends& a, const Place& at, Use use) {
   CF_UNROLL
-  for (int n = 0; n < kScores; ++n) {
-    const int i = n / 4 * 8 + n % 2, j = n / 2 % 2 * 8;
-    if (i < rows && j < cols) use(n, from[i * row + j * col]);
-  }
-}
-
-template <class T> CF_DEVICE void add_bias_as(Scores& s, const Addends& a, const Place& at) {
-  for_entries(static_cast<const T*>(a.bias) + a.bias_first, a.bias_row, a.bias_col, at,
-              [&](int n, T bias) { s[n] = with_addend(s[n], convert<float>(bias)); });
-}
-
-CF_DEVICE void add_bias(Scores& s, const Addends& a, const Place& at) {
-  switch (a.bias_kind) {
-    case kFloat16: return add_bias_as<float16>(s, a, at);
-    case kBFloat16: return add_bias_as<bfloat16>(s, a, at);
-    case kFloat32: return add_bias_as<float>(s, a, at);
-    default: return add_bias_as<double>(s, a, at);
+  for (int h = 0; h < 2; ++h) {
+    const float x = load_kind<float>(a.bias, a.bias_kind, a.bias_first + smaller(at.key + 8 * h, at.p.seqlen_k - 1) * a.bias_col);
+    CF_UNROLL
+    for (int n = 0; n < kScores / 2; ++n) use(n / 2 * 4 + 2 * h + n % 2, x);
   }
 }
 
 // scale, softcap, ALiBi, bias, mask, in this order; `derivative` is d(c) / d(a), rounded.
-CF_DEVICE void shape(Scores& s, Operand& derivative, float scale, const Place& at) {
+CF_DEVICE void shape(Scores& s, Operand& derivative, float scale, const Place& at, const AddendTile& addends) {
   CF_UNROLL
   for (int n = 0; n < kScores; ++n) s[n] = times(s[n], scale);
   if constexpr (kSoftcapOrAlibi) {
@@ -102,12 +87,14 @@ CF_DEVICE void shape(Scores& s, Operand& derivative, float scale, const Place& a
     }
   }
   if constexpr (kMaskOrBias) {
+    const i32 lane = i32(opaque(thread_index() % 32)), row = at.query - lane % 4 * 2, key = at.key - lane / 4;      // the warp's
     const Addends a = addends_of(at.p, at.work.item, at.head);
-    if (a.bias != nullptr) add_bias(s, a, at);
-    if (a.mask != nullptr) {
-      for_entries(a.mask, a.mask_row, a.mask_col, at,
-                  [&](int n, u8 allowed) { if (allowed == 0) s[n] = -Limits<float>::infinity(); });
-    }
+    cp_async_wait_group<0>();
+    warp_barrier();                                      // all lanes' chunks are there
+    const auto add = [&](int n, float b) { s[n] = with_addend(s[n], b); };
+    if (bias_comes(at.p)) addends.for_bias(at.p, lane, add);
+    else if (has_bias(at.p)) add_bias_row(a, at, add);
+    if (has_mask(at.p)) addends.for_masked(at.p, a, row, key, lane, [&](int n) { s[n] = -Limits<float>::infinity(); });
   }
 }
 

@@ -6,6 +6,7 @@
 //
 // A mask has made products -inf before.
 #pragma once
+#include "sm90/softmax.cuh"
 #include "sm90/addends.cuh"
 
 // softcap * tanh(x) is softcap * x (c0 + c1 u + c2 u^2), u = x^2 - kNear^2, within 2^-22 of itself up to kNear. So the

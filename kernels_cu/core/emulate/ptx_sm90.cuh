@@ -1,5 +1,4 @@
-// Of core/ptx_sm90.cuh on a CPU: barriers, tiles by TMA and wgmma, each of which is done when it is issued. What other
-// forms of TMA there are is not here: a kernel that uses them does not compile for the CPU.
+// core/ptx_sm90.cuh on a CPU: barriers, TMA and wgmma, each of which is done when it is issued.
 #pragma once
 #include "core/emulate/ptx_sm80.cuh"
 
