@@ -89,7 +89,8 @@
 //   softcap + dropout                                                             1.40   1.35
 //   ALiBi + dropout                                                               1.36   1.24
 //
-// Careful steps in one place, behind the product before, cost softcap 3 % and saved a quarter of the code.
+// Those of 112 spill a register since; one of 96 with one tile of addends was not measured. Careful steps in one place,
+// behind the product before, cost softcap 3 % and saved a quarter of the code.
 //
 // What did not help: key tiles of 80 at head dim 256; three consumers at head dim 128 (192 x 64, 192 x 80: 0.92 to
 // 1.02 of 128 x 128); key tiles of 64, 80 and 96 there in 5, 4 and 3 places (up to 27 % slower; 64 without turns 1 to
