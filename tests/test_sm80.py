@@ -55,6 +55,17 @@ def test_head_dims_up_to_64_share_a_kernel():
     assert len({configs.choose("sm80", "forward", "bfloat16", d, e, (False,) * 3, 80) for d, e in dims}) == 1
 
 
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_dropout_leaves_the_tiles_of_the_backward_as_they_are(dim):
+    """Its flags find room beside them, or in the place of V."""
+    plain, dropping = (
+        configs.choose("sm80", "backward", "bfloat16", dim, dim, (False, False, dropout), 90)
+        for dropout in (False, True)
+    )
+    assert str(plain.geometry) == str(dropping.geometry)
+    assert plain.shared_bytes <= dropping.shared_bytes <= configs.shared_limit(90)
+
+
 @needs_compiler
 @pytest.mark.parametrize("name", ["causal", "lengths"])
 def test_the_kernels_in_the_emulation(name):
