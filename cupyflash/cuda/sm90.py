@@ -22,6 +22,11 @@ def registers_suffice(roles: Any, consumers: int) -> dict[str, bool]:
     return {f"the roles want {wanted} registers, the block has {held}": wanted <= held}
 
 
+def addend_bytes(block_q: int, block_kv: int) -> int:
+    """Bytes of a tile of a mask and of a bias, whose rows are an odd number of 16 bytes apart."""
+    return block_q * (16 * (block_kv // 16 | 1) + 2 * block_kv + 16)
+
+
 class Geometry(NamedTuple):
     """A block's tile and pipeline."""
 
@@ -79,8 +84,7 @@ class Geometry(NamedTuple):
         row, row_v = 128 * ceil(self.head_dim, 64), 128 * ceil(self.head_dim_v, 64)
         keys_and_values = self.block_kv * (self.stages * row + self.stages_v * row_v)
         queries_and_results = self.block_q * (self.q_stages * row + 128 * self.out_panels * self.out_apart)
-        mask_row, bias_row = 16 * (self.block_kv // 16 | 1), 2 * self.block_kv + 16
-        addends = self.addend_stages * self.block_q * (mask_row + bias_row)
+        addends = self.addend_stages * addend_bytes(self.block_q, self.block_kv)
         return ALIGNMENT_BYTES + queries_and_results + keys_and_values + addends
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .backward_rows import TICKETS
 from .simt import ceil
-from .sm90 import ALIGNMENT_BYTES, registers_suffice
+from .sm90 import ALIGNMENT_BYTES, addend_bytes, registers_suffice
 from .wgmma import wrapper
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Geometry(NamedTuple):
     ping_pong: bool  # consumers start products in turns
     producer_registers: int = 24
     consumer_registers: int = 240
-    addends: bool = False  # tiles of a mask and of a bias have their place in shared memory
+    addend_stages: int = 0  # tiles of a mask and of a bias in shared memory
 
     def __str__(self) -> str:
         words = [f"d{self.head_dim}", f"q{self.block_q}", f"kv{self.block_kv}", f"s{self.stages}"]
@@ -51,6 +51,7 @@ class Geometry(NamedTuple):
             "kBlockKV": self.block_kv,
             "kStages": self.stages,
             "kHeadDim": self.head_dim,
+            "kAddendStages": self.addend_stages,
             "kPingPong": self.ping_pong,
             "kStatsRows": STATS_ROWS,
             "kProducerRegisters": self.producer_registers,
@@ -70,7 +71,7 @@ class Geometry(NamedTuple):
     def shared_bytes(self, kernel: str, score_bytes: int) -> int:
         """Dynamic shared memory of a block; the kernel asserts that it uses as much."""
         row = 128 * ceil(self.head_dim, 64)
-        addends = 3 * self.block_q * self.block_kv * self.addends
+        addends = self.addend_stages * addend_bytes(self.block_q, self.block_kv)
         return ALIGNMENT_BYTES + row * (2 * self.block_q + (self.stages + 1) * self.block_kv) + addends
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
@@ -93,6 +94,8 @@ class Geometry(NamedTuple):
 
 # (kernel, bytes of the score type, options) -> geometries.
 TABLE = {
-    ("backward_q", 4, options): (Geometry(256, 128, 48 if options[0] else 64, 2, True, addends=options[0]),)
+    ("backward_q", 4, options): (
+        Geometry(256, 128, 48 if options[0] else 64, 2, True, addend_stages=int(options[0])),
+    )
     for options in itertools.product((False, True), repeat=3)
 }

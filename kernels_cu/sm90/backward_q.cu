@@ -94,8 +94,10 @@ struct Consumer {
   CF_DEVICE void fetch(i32 n) const {
     if (!kMaskOrBias || n < work().first) return;
     const i32 first = work().row() + 64 * number + thread / 32 * 16;
+    const Addends a = addends_of(p, work().item, work().head);
     warp_barrier();                              // all lanes have read
-    fetch_addends(addends(), p, addends_of(p, work().item, work().head), first, n * kBlockKV, thread % 32);
+    fetch_addends(addends(), p, a, bias_of(p, a), first, n * kBlockKV, thread % 32);
+    cp_async_commit_group();
   }
 
   // Scores of key tile n, and dP, become dA.

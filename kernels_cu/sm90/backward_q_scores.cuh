@@ -59,12 +59,12 @@ CF_DEVICE void shape(Scores& s, Operand& derivative, float scale, const Place& a
   }
   if constexpr (kMaskOrBias) {
     const Addends a = addends_of(at.p, at.work.item, at.work.head);
-    MaskBits mask;
+    const Bias bias = bias_of(at.p, a);
+    const auto add = [&](int n, float b) { s[n] = with_addend(s[n], b); };
     wait_for_addends();
-    read_mask(mask, addends, at.p, a, at.query);
-    if (bias_comes(at.p, a)) for_bias(addends, [&](int n, float b) { s[n] = with_addend(s[n], b); });
-    else if (has_bias(at.p)) add_bias_in_place(s, at.p, a, at.query, at.key);
-    if (has_mask(at.p)) apply_mask(s, mask);
+    if (bias == Bias::kComes) for_bias(addends, add);
+    else if (bias != Bias::kNone) for_bias_in_place(at.p, a, at.query, at.key, add);
+    if (has_mask(at.p)) apply_mask(s, addends, at.p, a, at.query);
   }
 }
 
