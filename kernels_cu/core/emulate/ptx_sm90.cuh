@@ -129,8 +129,9 @@ CF_DEVICE u32 shared_tiles() { return 4096; }
 
 CF_DEVICE void wgmma_fence(CF_HERE) { emulate::wait_for_warp_in_order({"wgmma_fence", file, line}); }
 CF_DEVICE void wgmma_commit_group() {}
+// A product is the warpgroup's: none is done before all four warps have started it. Barriers 12 to 15 are kept for that.
 template <int N> CF_DEVICE void wgmma_wait_group(CF_HERE) {
-  emulate::wait_for_warp_in_order({"wgmma_wait_group", file, line});
+  emulate::wait_for_named({"wgmma_wait_group", file, line}, 12 + thread_index() / 128 % 4, 128);
 }
 
 namespace emulate {
