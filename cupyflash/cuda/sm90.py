@@ -176,7 +176,7 @@ WITH_ADDENDS = {64: (80, 2), 96: (96, 1), 128: (96, 2), 256: (48, 2)}
 def _beside_addends(row: Geometry, shaped: bool, dropout: bool) -> Geometry:
     keys, stages = WITH_ADDENDS.get(row.head_dim, (row.block_kv, 1))
     if shaped and row.head_dim in (96, 128):  # more would spill
-        keys, stages = 64 if dropout else 96, 1
+        keys, stages = 64 if dropout else 80 if row.head_dim == 96 else 96, 1
     return row._replace(block_kv=keys, q_stages=1, out_panels=1, addend_stages=stages)
 
 
@@ -185,8 +185,9 @@ def _rows(options: tuple[bool, ...]) -> tuple[Geometry, ...]:
     addends, shaped, dropout = options
     if addends:
         return tuple(_beside_addends(row, shaped, dropout) for row in SHAPED)
-    if dropout:
-        return tuple(row._replace(block_kv=80) if row.head_dim == 64 else row for row in SHAPED)
+    if dropout:  # again, longer tiles would spill
+        keys = {64: 80, 128: 112 if shaped else 128}
+        return tuple(row._replace(block_kv=keys.get(row.head_dim, row.block_kv)) for row in SHAPED)
     return SHAPED if any(options) else PLAIN
 
 
