@@ -55,19 +55,22 @@ def cpu() -> str:
 
 
 def gpu() -> str:
-    """Speed of the portable CUDA kernels beside the plain CuPy computation."""
-    report = load("gpu_simt.json")
+    """Speed of the default families and of the portable one beside the plain CuPy computation."""
+    default, simt = load("gpu_default.json"), load("gpu_simt.json")
+    assert default["commit"] == simt["commit"]
     rows = [
-        [row["dtype"], row["pass"], f"{row['tflops']:.1f} TFLOP/s", f"{row['plain_ratio']:.2f}"]
-        for row in report["beside_plain"]
+        [row["dtype"], row["pass"], row["kernel"].split()[0]]
+        + [f"{x:.1f}" for one in (row, other) for x in (one["tflops"], one["plain_ratio"])]
+        for row, other in zip(default["beside_plain"], simt["beside_plain"], strict=True)
     ]
-    shape = ", ".join(map(str, report["shape"]))
+    shape = ", ".join(map(str, default["shape"]))
     note = (
-        f"{report['device']}, CUDA driver {report['cuda_driver']}, CuPy {report['cupy']}, "
-        f"NVRTC {'.'.join(map(str, report['nvrtc']))}, {report['date']}, commit {report['commit']}; arrays "
-        f"({shape}); `{report['command']}`."
+        f"{default['device']}, CUDA driver {default['cuda_driver']}, CuPy {default['cupy']}, "
+        f"NVRTC {'.'.join(map(str, default['nvrtc']))}, {default['date']}, commit {default['commit']}; arrays "
+        f"({shape}); TFLOP/s; `{default['command']}` and `{simt['command']}`."
     )
-    return note + "\n\n" + table(["dtype", "pass", "cupyflash", "times as fast as plain CuPy"], rows)
+    head = ["dtype", "pass", "family", "cupyflash", "times plain", "`simt`", "times plain"]
+    return note + "\n\n" + table(head, rows)
 
 
 def peers() -> str:
