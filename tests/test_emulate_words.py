@@ -414,7 +414,7 @@ extern "C" __global__ void toy(const Record p) {
 
 def test_tma_fills_up_with_zeros():
     x, y = np.arange(1, 5 * 64 + 1, dtype=np.uint16), np.zeros((8, 64), np.uint16)
-    run(TMA, shared=3072, writes=("y",), x=x, y=y, rows=5)
+    run(TMA, shared=5120, writes=("y",), x=x, y=y, rows=5)
     np.testing.assert_array_equal(y[:5].reshape(-1), x)
     assert not y[5:].any()
 
@@ -424,7 +424,7 @@ def test_tma_past_the_end_of_an_array_is_named():
     with pytest.raises(
         EmulationError, match="reads 2 bytes outside every array, 2 bytes beyond the end of x"
     ):
-        run(TMA, shared=3072, writes=("y",), x=x, y=y, rows=5)
+        run(TMA, shared=5120, writes=("y",), x=x, y=y, rows=5)
 
 
 def test_red_adds_every_threads_share():
