@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ from cupyflash.cuda.operands import tensors
 from cupyflash.cuda.params import ADDRESSES
 from cupyflash.dispatch import OPTIONS
 from cupyflash.problem import Problem
+from cupyflash.request import BackwardRequest
 
 
 class Array:
@@ -80,13 +82,43 @@ def test_arrays_of_other_libraries_are_not_remembered(key_of, name):
     assert not calls._is_plain(key_of(**{name: value}), Array)
 
 
-def test_every_address_is_held_to_its_dtype():
+def units(family, problem, dout=None):
+    """What addresses must be multiples of, by name."""
+    arrays = tensors(problem) | ({} if dout is None else {"dout": dout})
+    found = direct._units(arrays, family_of(family), problem, dout)
+    return {ADDRESSES[place]: unit for place, unit in found}
+
+
+def test_every_address_is_held_to_what_kernels_read_at_once():
+    """Its dtype, and on Hopper 16 bytes or pairs: elsewhere the array would be copied."""
     q, k, v = qkv(np, m=4, dtype=np.float16)
-    options = {"bias": np.zeros((4, 4)), "mask": np.ones((4, 4), bool), "sinks": np.zeros(1, np.float32)}
-    arrays = tensors(Problem.create(q, k, v, backend="cuda", **options))
-    found = {
-        name: {ADDRESSES[place]: unit for place, unit in direct._units(arrays, family_of(name))}
-        for name in ("sm80", "sm90")
-    }
-    assert found["sm80"] == {"q": 2, "k": 2, "v": 2, "bias": 8, "sinks": 4}
-    assert found["sm90"] == {"q": 16, "k": 16, "v": 16, "mask": 2, "bias": 16, "sinks": 4}
+    options = {"mask": np.ones((4, 4), bool), "sinks": np.zeros(1, np.float32), "backend": "cuda"}
+    half = Problem.create(q, k, v, bias=np.zeros((4, 4), np.float16), **options)
+    single = Problem.create(q, k, v, bias=np.zeros((4, 4), np.float32), **options)
+    columns = Problem.create(
+        q, k, v, mask=np.ones((4, 1), bool), bias=np.zeros(1, np.float32), backend="cuda"
+    )
+    wide = Problem.create(*qkv(np, m=4), bias=np.zeros((4, 4), np.float32), **options)
+    by_tma = {"q": 16, "k": 16, "v": 16}
+    assert units("sm80", half) == {"q": 2, "k": 2, "v": 2, "bias": 2, "sinks": 4}
+    assert units("sm90", half) == by_tma | {"mask": 16, "bias": 16, "sinks": 4}
+    assert units("sm90", half, q) == units("sm90", half) | {"dout": 16}
+    assert units("sm90", single) == by_tma | {"mask": 16, "bias": 8, "sinks": 4}
+    assert units("sm90", single, q) == units("sm90", half, q)
+    assert units("sm90", columns, q) == by_tma | {"bias": 4, "dout": 16}
+    assert units("sm90_wide", wide) == {"q": 4, "k": 4, "v": 4, "mask": 2, "bias": 8, "sinks": 4}
+
+
+def test_a_dout_of_another_dtype_is_not_copied_to_be_remembered():
+    """While a graph is captured the copy would be part of it, in memory that is another's when it runs."""
+
+    class NotCopied(np.ndarray):
+        def astype(self, *args, **kwargs):
+            raise AssertionError("copied")
+
+    q, k, v = qkv(np, dtype=np.float16)
+    request = BackwardRequest.create(
+        Problem.create(q, k, v, backend="cuda"), q.astype(np.float32), q, np.zeros(q.shape[:-1], np.float32)
+    )
+    request = dataclasses.replace(request, dout=request.dout.view(NotCopied))
+    assert direct.Call.of_backward(None, request) is None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -149,3 +151,21 @@ def test_a_known_backward_launches_the_same(name):
         assert (x is None) == (y is None) == (name not in wrt)
         assert x is None or (x.data.ptr, x.strides) == (y.ctypes.data, y.strides)
     assert_same_launches(slow, fast)
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_known_call_holds_no_arrays(way):
+    """It is kept when the arrays of the call that made it are gone."""
+    q, k, v = qkv(np, m=9, n=40, d=64, dtype=np.float16)
+    machine, problem = Recorder(80), Problem.create(q, k, v, backend="cuda")
+    request = BackwardRequest.create(problem, q, q, np.zeros(q.shape[:-1], np.float32))
+    call = (
+        direct.Call.of_forward(machine, problem, return_lse=True)
+        if way == "forward"
+        else direct.Call.of_backward(machine, request)
+    )
+    held = [weakref.ref(x) for x in (problem, request, q, k, v)]
+    del problem, request, q, k, v
+    gc.collect()
+    assert call is not None
+    assert [ref() for ref in held] == [None] * len(held)

@@ -20,7 +20,7 @@ from .machine import Gpu
 from .operands import GRADIENTS, layout_bytes, layout_in_order, layouts, numbers, tensors
 from .params import ADDRESSES, CALL_BYTES, NUMBERS, Layout, pack_call
 from .recipe import Launch, Recipe, Sizes, forward_recipe
-from .tensormap import ALIGNMENT, MAP_BYTES
+from .tensormap import MAP_BYTES
 
 _ADDRESSES = struct.Struct(f"={len(ADDRESSES)}Q")
 _ADDRESS = struct.Struct("=Q")
@@ -72,9 +72,7 @@ class Call:
 
     machine: Gpu
     launches: tuple[_Prepared, ...]
-    results: tuple[
-        tuple[Any, ...], ...
-    ]  # index of an address in the record, and of the array there what `_made` gives
+    results: tuple[tuple[Any, ...], ...]  # what `_made` gives
     given: Callable[[list[Any]], Any]  # from the results to what the caller gets
     lasting: slice  # of the results: what a vjp may be all that holds
     workspace: tuple[tuple[int, int], ...]  # index of an address in the record, offset of the array there
@@ -101,15 +99,16 @@ class Call:
         recipe = forward_recipe(family.name, machine.compute_capability, Sizes.of(p), tuple(found.items()))
         made = tuple(_made(name, x, skip) for name, x in results.items())
         given = itemgetter(0, 1) if return_lse else itemgetter(0)
-        return cls._of(machine, p, recipe, made, given, slice(1, 2), _units(arrays, family))
+        return cls._of(machine, p, recipe, made, given, slice(1, 2), _units(arrays, family, p))
 
     @classmethod
     def of_backward(cls, machine: Gpu, request: BackwardRequest) -> Call | None:
         """The call of a request without arrays to write to; None where it takes copies of its arrays."""
-        p, arrays = request.problem, tensors(request.problem) | cotangents(request)
-        if arrays["dout"] is not request.dout:
-            return None
-        likes = {GRADIENTS[name]: getattr(p, name) for name in request.wrt}
+        p, wrt = request.problem, request.wrt
+        if request.dout.dtype != p.dtype:
+            return None  # before anything is copied: a graph would record it
+        arrays = tensors(p) | cotangents(request)
+        likes = {GRADIENTS[name]: getattr(p, name) for name in wrt}
         results = {name: layout_in_order(x.shape, x.dtype, x) for name, x in likes.items()}
         family, _ = choose_family(p, machine.compute_capability, backward=True)
         found = layouts(arrays) | results
@@ -123,14 +122,12 @@ class Call:
             frozenset(name[1:] for name in results),
             False,
         )
-        made = tuple(
-            _made(GRADIENTS[name], results[GRADIENTS[name]], name in p.two_d) for name in request.wrt
-        )
+        made = tuple(_made(GRADIENTS[name], results[GRADIENTS[name]], name in p.two_d) for name in wrt)
 
-        def given(gradients: list[Any]) -> Gradients:
-            return Gradients(**dict(zip(request.wrt, gradients)))
+        def given(gradients: list[Any]) -> Gradients:  # which must not hold the request's arrays
+            return Gradients(**dict(zip(wrt, gradients)))
 
-        return cls._of(machine, p, recipe, made, given, slice(0), _units(arrays, family))
+        return cls._of(machine, p, recipe, made, given, slice(0), _units(arrays, family, p, request.dout))
 
     @classmethod
     def _of(
@@ -223,14 +220,13 @@ def _as_they_are(
     )
 
 
-def _units(arrays: dict[str, Any], family: Family) -> tuple[tuple[int, int], ...]:
+def _units(
+    arrays: dict[str, Any], family: Family, problem: Problem, dout: Any = None
+) -> tuple[tuple[int, int], ...]:
     """For each array whose address can be too odd: its index in the record, and what the address must divide by."""
     units = {name: x.dtype.itemsize for name, x in arrays.items()}
     if family.arch_suffix:
-        in_pairs = ("mask", "bias") if "dout" not in units else ()
-        by_tma = ("q", "k", "v", "dout") if units["q"] == 2 else ()
-        units |= {name: 2 * units[name] for name in in_pairs if name in units}
-        units |= {name: ALIGNMENT for name in by_tma if name in units}
+        units |= sm90_launch.address_units(problem, dout)
     return tuple((ADDRESSES.index(name), unit) for name, unit in units.items() if unit > 1)
 
 

@@ -100,30 +100,45 @@ class Copy(NamedTuple):
 def copies(problem: Any, dout: Any = None) -> dict[str, Copy]:
     """The operands that the kernel cannot read in place, and how they are copied: with rows padded to whole units.
 
-    They are q, k, v and dout of 16 bits that TMA does not take, and a mask or bias whose columns cannot be read in
-    pairs (beside q of 16 bits: a mask, a bias of q's dtype, and in the backward one of float32, 16 bytes at a time),
-    or whose dtype is neither that of q nor float32; in the backward of float32 only a bias of another dtype. With
-    dout, an array or its layout, those of a backward.
+    They are those of `_in_units` that lie otherwise or have another dtype. With dout, an array or its layout, those
+    of a backward.
+    """
+    return {
+        name: _copy(x, multiple, dtype)
+        for name, (x, multiple, dtype) in _in_units(problem, dout).items()
+        if x.dtype != dtype or not _whole(x, multiple)
+    }
+
+
+def address_units(problem: Any, dout: Any = None) -> dict[str, int]:
+    """What addresses of operands must be multiples of, in bytes, if they are to be read in place."""
+    return {
+        name: multiple * dtype.itemsize for name, (_, multiple, dtype) in _in_units(problem, dout).items()
+    }
+
+
+def _in_units(problem: Any, dout: Any) -> dict[str, tuple[Any, int, np.dtype[Any]]]:
+    """The operands that are read several elements at a time: how many, and of which dtype.
+
+    They are q, k, v and dout of 16 bits, by TMA, and a mask or bias of more than one column, in pairs (beside q of 16
+    bits: a mask, a bias of q's dtype, and in the backward one of float32, 16 bytes at a time), the bias in q's dtype
+    or float32; in the backward of float32 only a bias of another dtype.
     """
     p, forward, single = problem, dout is None, np.dtype(np.float32)
     halves = p.dtype.itemsize == 2
-    wanted: dict[str, tuple[Any, int, np.dtype[Any]]] = {}
+    found: dict[str, tuple[Any, int, np.dtype[Any]]] = {}
     if halves:
         by_tma = {"q": p.q, "k": p.k, "v": p.v} | ({} if forward else {"dout": dout})
-        wanted |= {name: (x, ALIGNMENT // p.dtype.itemsize, p.dtype) for name, x in by_tma.items()}
+        found |= {name: (x, ALIGNMENT // p.dtype.itemsize, p.dtype) for name, x in by_tma.items()}
     if (forward or halves) and p.mask is not None and not _one_column(p.mask):
-        wanted["mask"] = (p.mask, ALIGNMENT if halves else 2, p.mask.dtype)
+        found["mask"] = (p.mask, ALIGNMENT if halves else 2, p.mask.dtype)
     if (forward or halves) and p.bias is not None and not _one_column(p.bias):
         dtype = p.bias.dtype if p.bias.dtype in (p.dtype, single) else single
         chunks = halves and (dtype == p.dtype or not forward)
-        wanted["bias"] = (p.bias, ALIGNMENT // dtype.itemsize if chunks else 2, dtype)
+        found["bias"] = (p.bias, ALIGNMENT // dtype.itemsize if chunks else 2, dtype)
     if not forward and p.bias is not None and p.dtype == single != p.bias.dtype:
-        wanted["bias"] = (p.bias, 2, single)
-    return {
-        name: _copy(x, multiple, dtype)
-        for name, (x, multiple, dtype) in wanted.items()
-        if x.dtype != dtype or not _whole(x, multiple)
-    }
+        found["bias"] = (p.bias, 2, single)
+    return found
 
 
 def readable(problem: Any, dout: Any = None) -> dict[str, Any]:
