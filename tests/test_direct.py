@@ -169,3 +169,16 @@ def test_a_known_call_holds_no_arrays(way):
     gc.collect()
     assert call is not None
     assert [ref() for ref in held] == [None] * len(held)
+
+
+def test_launches_that_count_nothing_take_no_counter():
+    """One that is captured in a graph would keep it for good."""
+
+    class Uncounted(Recorder):
+        def counter(self):
+            raise AssertionError("a counter was taken")
+
+    q, k, v = qkv(np, m=9, n=40, d=64, dtype=np.float16)
+    machine = Uncounted(90)
+    machine.attention_backward(q, q, k, v, q, np.zeros(q.shape[:-1], np.float32))
+    assert [config.split()[:2] for config, *_ in machine.launches][1] == ["sm90", "backward"]

@@ -139,7 +139,8 @@ def run(recipe: Recipe, machine: Any, addresses: dict[str, int], values: Iterabl
         config, grid, arguments = launch.config, launch.grid, [record]
         if launch.extras is not None:
             grid = min(grid, machine.multiprocessors) if launch.extras.stays else grid
-            behind = (launch.extras.maps(seen), *launch.extras.records(seen, values, machine.counter()))
+            counter = machine.counter() if launch.extras.counts else 0
+            behind = (launch.extras.maps(seen), *launch.extras.records(seen, values, counter))
             arguments += map(np.void, behind)
         kernel.function((grid,), (config.threads,), tuple(arguments), config.shared_bytes)
 
