@@ -354,6 +354,24 @@ def test_a_remembered_call_still_refuses_addresses_between_elements(cupy):
         cupyflash.attention(q, k, v, bias=odd)
 
 
+@pytest.mark.parametrize("dtype", [np.bool_, np.float16, np.float32], ids=["mask", "bias", "float32 bias"])
+@pytest.mark.parametrize("d", [64, 256])
+def test_a_remembered_call_takes_masks_and_biases_that_lie_less_evenly(cupy, d, dtype):
+    """Hopper's kernels read them 16 bytes at a time, or in pairs; elsewhere they are copied."""
+    q, k, v = qkv(cupy, m=64, d=d, dtype=np.float16)
+    raw = cupy.zeros(64 * 64 * np.dtype(dtype).itemsize + 16, cupy.uint8)
+
+    def results(start):
+        x = raw[start : raw.size - 16 + start].view(dtype).reshape(64, 64)
+        x[...] = normal(cupy, (64, 64)) > 0
+        out, vjp = cupyflash.attention_vjp(q, k, v, **{"mask" if dtype is np.bool_ else "bias": x})
+        return host((out, *vjp(q)[:3]))
+
+    first = results(0)
+    for start in (0, np.dtype(dtype).itemsize, 8, 0):
+        assert_same(results(start), first, f"{start} bytes off")
+
+
 def test_host_arrays_go_there_and_back(cupy):
     arrays = qkv(np, heads=2, m=30, d=16)
     out, vjp = cupyflash.attention_vjp(*arrays, backend="cuda", kv_lengths=20)
