@@ -76,6 +76,7 @@ def wanted_gradients(problem: Problem, wrt: Any, targets: Gradients | None = Non
         wrt = (wrt,)
     if not isinstance(wrt, Iterable):
         raise TypeError(f"wrt must be names of arguments, got {checks.describe(wrt)}")
+    wrt = tuple(wrt)  # an iterator gives its names but once
     for name in wrt:
         if name not in GRADIENT_NAMES:
             raise ValueError(f"wrt names {name!r}; expected a selection of {', '.join(GRADIENT_NAMES)}")

@@ -35,6 +35,13 @@ def test_wrt_selects_gradients(xp):
             assert_same(actual, expected if name in wrt else None, name)
 
 
+def test_wrt_may_be_an_iterator(xp):
+    q, k, v = qkv(xp, m=12)
+    out, vjp = cupyflash.attention_vjp(q, k, v, wrt=iter("kv"))
+    for _ in range(2):
+        assert [x is not None for x in vjp(out)] == [False, True, True, False, False, False]
+
+
 def test_a_number_has_a_gradient_when_asked_for(xp):
     q, k, v = qkv(xp, m=12, dtype=np.float64)
     run = {"causal": True, "wrt": "alibi_slopes"}
