@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -14,7 +15,8 @@ from support import BFLOAT16, DTYPE_IDS, DTYPES, assert_same, normal, qkv
 
 import cupyflash
 from cupyflash import cpu
-from cupyflash.cuda import configs, families, flatten, launch, module, recipe
+from cupyflash.cuda import configs, families, flatten, launch, module, operands, params, recipe
+from cupyflash.cuda.backward_recipe import backward_recipe
 from cupyflash.cuda.params import ADDRESSES, RECORD
 from cupyflash.problem import GRADIENT_NAMES, Problem
 from cupyflash.request import BackwardRequest
@@ -218,6 +220,27 @@ def test_the_backward_launches_what_is_wanted():
     hidden = [{ADDRESSES[index] for index in launch.hidden} for launch in full.launches]
     assert hidden == [set(), set(), set(), set(), set(), {"dslopes"}, {"dsinks"}]
     assert [name for name, _ in full.workspace] == ["row_delta", "slope_rows", "partials"]
+
+
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("arch", [75, 80, 90])
+@pytest.mark.parametrize("names", [("bias",), ("bias", "sinks")], ids="+".join)
+def test_the_planned_workspace_is_enough_for_fewer_gradients_and_to_add_them(arch, dtype, d, names):
+    extras = {"bias": np.zeros((2, 4, 300, 90)), "sinks": np.zeros(4)}
+    options = {name: extras[name].astype(dtype) for name in names}
+    problem = Problem.create(*qkv(np, 2, 4, 300, 90, d, dtype=dtype), **options)
+    family, _ = families.choose_family(problem, arch, backward=True)
+    lse = np.zeros(problem.lse_shape, np.float32)
+    request = BackwardRequest.create(problem, problem.q, problem.q, lse)
+    found = operands.layouts(operands.tensors(problem) | launch.cotangents(request))
+    most = recipe_of(problem, arch).workspace_bytes
+    subsets = [x for n in range(6) for x in itertools.combinations(problem.differentiable, n)]
+    for wanted, accumulate in itertools.product(subsets, (False, True)):
+        results = {operands.GRADIENTS[name]: params.Layout.of(getattr(problem, name)) for name in wanted}
+        wrt, given = frozenset(name[1:] for name in results), tuple((found | results).items())
+        need = backward_recipe(family.name, arch, recipe.Sizes.of(problem), given, wrt, accumulate)
+        assert need.workspace_bytes <= most, (wanted, accumulate)
 
 
 def test_a_number_among_the_options_has_no_gradient_to_plan():

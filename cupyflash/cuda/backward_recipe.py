@@ -230,10 +230,8 @@ class _HopperBackward(_Backward):
         kernel = sm90_backward.kernel_for(self.sizes)
         config, wide = self._config(kernel), kernel == "backward_kv"
         self._reserve_sums(0 if wide else config.geometry.head_dim)
-        apart = {"bias", "sinks", "slopes"} & self.wrt
-        if self._writes_bias():
-            apart = apart - {"bias"}
-        if apart:
+        # A plan's workspace is also for calls that add to the bias's gradient, or want it alone.
+        if {"bias", "sinks", "slopes"} & self.wrt:
             self._reserve("row_delta", self.sizes.rows)
         if "slopes" in self.wrt:
             self._reserve("slope_rows", self.sizes.rows)
@@ -245,7 +243,7 @@ class _HopperBackward(_Backward):
         elif "q" in self.wrt:
             self._finish_queries(config)
         self.family = "sm80"
-        if "bias" in apart:
+        if "bias" in self.wrt and not self._writes_bias():
             self._bias()
         self._queries({"slopes"} & self.wrt)
         return self._finished()
