@@ -10,7 +10,7 @@ from emulated import needs_compiler, vjp_on
 from support import check, normal, qkv
 
 from cupyflash import dropout_mask
-from cupyflash.cuda import backward_recipe, configs, source
+from cupyflash.cuda import backward_launches, backward_recipe, configs, source
 from cupyflash.cuda.emulate import EmulationError, Machine
 
 pytestmark = needs_compiler
@@ -221,7 +221,7 @@ def run_all(machine, problems):
 def test_no_barrier_can_go(file, line, monkeypatch):
     """Without any one barrier there is a race: else the check would be blind, or the barrier idle."""
     # An owner of a bias gradient walks over all its tiles.
-    monkeypatch.setattr(backward_recipe, "BIAS_BLOCKS", 1)
+    monkeypatch.setattr(backward_launches, "BIAS_BLOCKS", 1)
     backward_recipe.backward_recipe.cache_clear()
     machine = Machine(compute_capability=PORTABLE, edit=without_line(file, line))
     with pytest.raises(EmulationError, match="a race"):

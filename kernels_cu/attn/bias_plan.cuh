@@ -6,7 +6,7 @@
 #include "attn/bias_grid.cuh"
 #include "core/block.cuh"
 
-// How many owners a block takes; cupyflash/cuda/backward_recipe.py says the same.
+// How many owners a block takes; cupyflash/cuda/backward_launches.py says the same.
 CF_DEVICE u32 owners_of_a_block(i64 walk, i32 splits) {
   return splits == 1 && walk < 8 ? 8 / u32(larger(walk, i64(1))) : 1;
 }
