@@ -177,6 +177,41 @@ def test_queries_that_items_share():
     run_wide(q, k, v, kv_lengths=np.array([150, 0, 60]))
 
 
+@pytest.mark.parametrize("shaped", [False, True], ids=["plain", "bias"])
+def test_queries_that_items_share_up_to_lengths(shaped):
+    """What lies past the length of one item is not seen where another one has that query."""
+    q, _, _ = qkv(np, 1, 1, 64, 1, 256, dtype=BFLOAT16)
+    _, k, v = qkv(np, 2, 1, 1, 64, 256, dtype=BFLOAT16)
+    options = {"bias": normal(np, (2, 1, 64, 64), BFLOAT16, 6)} if shaped else {}
+    machine, results = Machine("plain", compute_capability=90), []
+    dout = normal(np, (2, 1, 64, 256), BFLOAT16, 7)
+    for poison in (0.0, np.nan):
+        for x in (dout, *options.values()):
+            x[1, :, 20:] = poison
+        way = vjp_on(machine)
+        (out, lse), vjp = way(
+            q, k, v, return_lse=True, wrt=("q", "k", "v"), q_lengths=np.array([64, 20]), **options
+        )
+        results.append((out, lse, *vjp(dout, None)[:3]))
+    assert machine.launched[-1].kernel == "backward_q"
+    assert np.isfinite(results[0][2].astype(np.float32)).all()
+    assert_same(results[1], results[0])
+
+
+@pytest.mark.parametrize("d", [64, 256])
+@pytest.mark.parametrize(
+    "options", [{"causal": True, "query_offset": -4}, {"mask": MASK & (np.arange(M) > 3)[:, None]}]
+)
+def test_an_infinite_dlse_of_rows_that_see_nothing(d, options):
+    """As d(lse^2) is there."""
+    q, k, v = qkv(np, 1, 1, M, N, d, dtype=BFLOAT16)
+    dlse = normal(np, (1, 1, M), np.float32, 8)
+    dlse[..., :4] = -np.inf
+    machine = Machine("plain", compute_capability=90)
+    check(q, k, v, via=vjp_on(machine), wrt=("q", "k", "v"), dlse=dlse, **options)
+    assert "row_stats" in {config.kernel for config in machine.launched}
+
+
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("p", [0.0, 0.6])
 def test_narrow_heads_in_turn(d, p):

@@ -2,7 +2,8 @@
 // counters at zero; a block for kRowUnit rows of a head, eight lanes a row.
 //
 // lse in base 2 is +inf where a row saw nothing or is none, so that its weights are 0; delta is the sum over columns of
-// dout * out, or the caller's delta, minus dlse. row_delta, where it is wanted, gets the same in its own order.
+// dout * out, or the caller's delta, minus dlse, and 0 where lse is -inf, for weights of 0 do not hide an infinite dlse.
+// row_delta, where it is wanted, gets the sum in its own order, with dlse of every row: sinks want it.
 #include "attn/backward_rows.cuh"
 #include "attn/softmax.cuh"
 #include "core/block.cuh"
@@ -90,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kStatsThreads, 3) cupyflash_row_sta
   if (p.call.dlse != nullptr) delta -= dlse;
   float* of_tile = row_stats_of(p, item, head) + 2 * (row / tile_rows * tile_rows) + row % tile_rows;
   of_tile[0] = seen ? times(lse_for_backward(lse), 1.4426950408889634f) : Limits<float>::infinity();
-  of_tile[tile_rows] = delta;
+  of_tile[tile_rows] = lse == -Limits<float>::infinity() ? 0.0f : delta;      // where nothing was seen dlse may be -inf
   if (p.call.row_delta != nullptr && row < p.seqlen_q) {
     static_cast<float*>(p.call.row_delta)[row_number(p, item, head, row)] = delta;
   }

@@ -129,11 +129,20 @@ struct Consumer {
     }
   }
 
+  // Rows past the length are stored where another item has them. All tiles are selected then: they get nothing here.
+  CF_DEVICE void select_dead_rows() {
+    Work& own = control.work[slot.stage()];
+    if ((own.loop == 0 && own.closes) || own.row() + 64 * (number + 1) <= own.sight.q_length) return;
+    if (leader()) own.keys[number].steady_to = 0;
+    barrier_of_warpgroup();                      // it is there
+  }
+
   CF_DEVICE void walk_keys() {
     const i32 first = uniform(work().first), last = smaller(uniform(work().keys[number].last), uniform(work().last));
     mbarrier_try_wait_parity(shared_address(&control.q_ready), q_ring.parity());
     mbarrier_try_wait_parity(shared_address(&control.o_ready), q_ring.parity());
     q_ring.advance();
+    select_dead_rows();
     rows.load(p, work(), row());
     pass_by(uniform(work().last) - larger(last, first - 1));
     if (last < first) return free(control.q_free), free(control.o_free);
