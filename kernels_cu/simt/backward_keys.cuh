@@ -135,7 +135,7 @@ CF_DEVICE void differentiate(const Tile::Scores& dp, SharedStorage& smem, const 
 // acc += the tile in `turned` times the columns in `panels`.
 template <int kColumns>
 CF_DEVICE void add_product(Score (&acc)[kK][kColumns], const SharedStorage& smem, const Score* panels) {
-  multiply<true, kK, kColumns, kBlockQ, kLanesY * Tile::kStep, kRow, kChunk, kBlockQ * kRow>(
+  multiply<kSumsApart, kK, kColumns, kBlockQ, kLanesY * Tile::kStep, kRow, kChunk, kBlockQ * kRow>(
       acc, smem.turned + lane_y() * Tile::kStep, panels + kVec * lane_x());
 }
 

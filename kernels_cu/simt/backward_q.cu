@@ -160,7 +160,7 @@ CF_DEVICE void add_item(Score (&acc)[kQ][kCols], SharedStorage& smem, const Para
       block_barrier();                     // the columns of this block are there
     }
     warp_barrier();                        // dA is there
-    multiply<true, kQ, kCols, kBlockKV, kLanesY * Tile::kStep, kRow, kChunk, kBlockKV * kRow>(
+    multiply<kSumsApart, kQ, kCols, kBlockKV, kLanesY * Tile::kStep, kRow, kChunk, kBlockKV * kRow>(
         acc, smem.ds + lane_y() * Tile::kStep, smem.k[0] + kVec * lane_x());
   }
   if (kSoftcapOrAlibi && p.call.slope_rows != nullptr && work.split == 0) store_slope_rows(slope_sum, p, work);
