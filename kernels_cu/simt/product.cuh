@@ -8,8 +8,10 @@
 #include "simt/lanes.cuh"
 
 constexpr i32 kRow = kChunk + kVec;
-// Gradients sum the products of a tile apart: those of 16 bits are rounded by more, sums of double by little.
-constexpr bool kSumsApart = KindOf<Element>::value == kFloat32;
+// Whether gradients sum the products of a tile apart. Those of 16 bits are rounded by more, sums of double by little;
+// beside every option it would spill.
+constexpr bool kEveryOption = kMaskOrBias && kSoftcapOrAlibi && kDropout;
+constexpr bool kSumsApart = KindOf<Element>::value == kFloat32 && !kEveryOption;
 static_assert(kChunk % (8 * kVec) == 0, "rows are an odd number of 16-byte words");
 
 using Vector = Packed<Score, kVec>;
