@@ -9,9 +9,9 @@
 
 constexpr i32 kRow = kChunk + kVec;
 // Whether gradients sum the products of a tile apart. Those of 16 bits are rounded by more, sums of double by little;
-// beside every option it would spill.
-constexpr bool kEveryOption = kMaskOrBias && kSoftcapOrAlibi && kDropout;
-constexpr bool kSumsApart = KindOf<Element>::value == kFloat32 && !kEveryOption;
+// beside softcap, ALiBi, or two other options it would spill.
+constexpr bool kFewOptions = !kSoftcapOrAlibi && !(kMaskOrBias && kDropout);
+constexpr bool kSumsApart = KindOf<Element>::value == kFloat32 && kFewOptions;
 static_assert(kChunk % (8 * kVec) == 0, "rows are an odd number of 16-byte words");
 
 using Vector = Packed<Score, kVec>;
