@@ -49,10 +49,7 @@ class Launches:
             return Recipe(())
         together = self._in_one_kernel()
         by_sums = together and self.family == "sm80"  # dq leaves that kernel as sums
-        if {"bias", "sinks"} & self.wrt or not by_sums:
-            self._reserve("row_delta", self.sizes.rows)
-        if "slopes" in self.wrt:
-            self._reserve("slope_rows", self.sizes.rows)
+        self._reserve_rows(bool({"bias", "sinks"} & self.wrt) or not by_sums)
         if by_sums:
             self._all_three()
         elif together:
@@ -81,6 +78,13 @@ class Launches:
         """An array of the workspace, of elements of the score dtype."""
         self.workspace.append((name, self.workspace_bytes))
         self.workspace_bytes += ceil(elements * self.score_bytes, ALIGNMENT) * ALIGNMENT
+
+    def _reserve_rows(self, delta: bool) -> None:
+        """What kernels leave of rows for those that sum over them."""
+        if delta:
+            self._reserve("row_delta", self.sizes.rows)
+        if "slopes" in self.wrt:
+            self._reserve("slope_rows", self.sizes.rows)
 
     def _record(self, names: Collection[str], owner: str | None = None, splits: int = 1) -> np.ndarray:
         layouts = {name: layout for name, layout in self.layouts.items() if name in names}

@@ -40,27 +40,25 @@ class _HopperBackward(Launches):
         config, wide = self._config(kernel), kernel == "backward_kv"
         self._reserve_sums(0 if wide else config.geometry.head_dim)
         # A plan's workspace is also for calls that add to the bias's gradient, or want it alone.
-        if {"bias", "sinks", "slopes"} & self.wrt:
-            self._reserve("row_delta", self.sizes.rows)
-        if "slopes" in self.wrt:
-            self._reserve("slope_rows", self.sizes.rows)
+        self._reserve_rows(bool({"bias", "sinks", "slopes"} & self.wrt))
         self._row_stats(config)
-        if ({"k", "v"} if wide else {"q", "k", "v"}) & self.wrt:
-            self._main(kernel, config)
+        owned = ({"k", "v"} if wide else {"q", "k", "v"}) & self.wrt
+        with_bias = bool(owned) and self._keeps_bias()
+        if owned:
+            self._main(kernel, config, with_bias)
         if "q" in self.wrt and wide:
             self._wide_queries()
         elif "q" in self.wrt:
             self._finish_queries(config)
         self.family = "sm80"
-        if "bias" in self.wrt and not self._writes_bias():
+        if "bias" in self.wrt and not with_bias:
             self._bias()
         self._queries({"slopes"} & self.wrt)
         return self._finished()
 
-    def _writes_bias(self) -> bool:
-        """Whether the main kernel writes the gradient of the bias: kernels_cu/sm90/backward_bias.cuh."""
-        owned = {"k", "v"} if sm90_backward.kernel_for(self.sizes) == "backward_kv" else {"q", "k", "v"}
-        if "bias" not in self.wrt or not owned & self.wrt or self.accumulate or self.sizes.options[1]:
+    def _keeps_bias(self) -> bool:
+        """Whether the main kernel can write the bias's gradient, if wanted: kernels_cu/sm90/backward_bias.cuh."""
+        if "bias" not in self.wrt or self.accumulate or self.sizes.options[1]:
             return False
         if self.layouts["dbias"].dtype not in (self.sizes.dtype, np.dtype(np.float32)):
             return False
@@ -68,10 +66,10 @@ class _HopperBackward(Launches):
         kept = record["own_heads"] and record["own_rows"] and record["own_cols"]
         return bool(kept) and math.prod(record["loop"].tolist()) == 1
 
-    def _main(self, kernel: str, config: Any) -> None:
+    def _main(self, kernel: str, config: Any, with_bias: bool) -> None:
         order = sm90_backward.IN_TURN if self.sizes.deterministic else sm90_backward.IN_ANY_ORDER
         for number, owners in enumerate(self._owners() or [[]]):
-            bias = {"dbias"} if self._writes_bias() and number == 0 else set()
+            bias = {"dbias"} if with_bias and number == 0 else set()
             record = self._record((*SCORES, "dout", *owners, *bias), owner=owners[0] if owners else None)
             owned = own_of(record)
             summed = "q" in self.wrt and number == 0 and kernel == "backward"

@@ -17,7 +17,7 @@ from .backward_recipe import backward_recipe
 from .families import Family, choose_family
 from .launch import cotangents, fits
 from .machine import Gpu
-from .operands import GRADIENTS, layout_bytes, layout_in_order, layouts, numbers, tensors
+from .operands import GRADIENTS, gradient_layouts, layout_bytes, layouts, numbers, result_layouts, tensors
 from .params import ADDRESSES, CALL_BYTES, NUMBERS, Layout, pack_call
 from .recipe import Launch, Recipe, Sizes, forward_recipe
 from .tensormap import MAP_BYTES
@@ -89,9 +89,9 @@ class Call:
     def of_forward(cls, machine: Gpu, problem: Problem, return_lse: bool) -> Call | None:
         """The call of a problem; None where it takes copies of its arrays."""
         p, arrays, skip = problem, tensors(problem), 1 if problem.squeeze else 0
-        results = {"out": layout_in_order(p.out_shape, p.out_dtype, p.q)}
-        if return_lse:
-            results["lse"] = layout_in_order(p.lse_shape, p.lse_dtype, None)
+        results = result_layouts(p)
+        if not return_lse:
+            del results["lse"]
         family, _ = choose_family(p, machine.compute_capability)
         found = layouts(arrays) | results
         if not _as_they_are(machine, p, family, arrays, found):
@@ -108,8 +108,7 @@ class Call:
         if request.dout.dtype != p.dtype:
             return None  # before anything is copied: a graph would record it
         arrays = tensors(p) | cotangents(request)
-        likes = {GRADIENTS[name]: getattr(p, name) for name in wrt}
-        results = {name: layout_in_order(x.shape, x.dtype, x) for name, x in likes.items()}
+        results = gradient_layouts(p, wrt)
         family, _ = choose_family(p, machine.compute_capability, backward=True)
         found = layouts(arrays) | results
         if not _as_they_are(machine, p, family, arrays, found, request.dout):

@@ -14,7 +14,7 @@ from .backward_recipe import backward_recipe
 from .families import Family, choose_family
 from .flatten import flat_backward, flat_forward
 from .machine import gpu
-from .operands import GRADIENTS, layout_in_order, layouts, numbers, tensors
+from .operands import GRADIENTS, gradient_layouts, layout_in_order, layouts, numbers, tensors
 from .params import ADDRESSES, CALL_BYTES, Layout, lead_axes, pack_call
 from .recipe import Recipe, Sizes, forward_recipe
 from .sm90_launch import readable
@@ -71,8 +71,7 @@ def backward(request: BackwardRequest, *, workspace: Any = None, machine: Any = 
     with machine.current():
         arrays, sizes = _uploaded(machine, tensors(p)) | cotangents(request), Sizes.of(p)
         targets = {GRADIENTS[name]: x for name, x in zip(GRADIENT_NAMES, request.targets) if x is not None}
-        likes = {GRADIENTS[name]: getattr(p, name) for name in request.wrt}
-        made = {name: layout_in_order(x.shape, x.dtype, x) for name, x in likes.items()}
+        made = gradient_layouts(p, request.wrt)
         family, _ = choose_family(p, machine.compute_capability, backward=True)
         if not fits(sizes, made | layouts(arrays | targets), family.lead_axes):
             _refuse_capture(machine)
@@ -88,7 +87,7 @@ def backward(request: BackwardRequest, *, workspace: Any = None, machine: Any = 
         if family.arch_suffix:
             arrays |= _kept(machine, readable(p, arrays["dout"]))
         cc = machine.compute_capability
-        wanted = frozenset(GRADIENTS[name][1:] for name in request.wrt)
+        wanted = frozenset(name[1:] for name in made)
         found = tuple(layouts(arrays).items())
         recipe = backward_recipe(family.name, cc, sizes, found, wanted, request.accumulate)
         _check_workspace(machine, workspace, recipe.workspace_bytes)

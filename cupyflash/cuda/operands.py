@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,19 @@ def layout_in_order(shape: tuple[int, ...], dtype: np.dtype, like: Any) -> Layou
         result[axis] = step
         step *= shape[axis]
     return Layout(tuple(shape), tuple(result), np.dtype(dtype))
+
+
+def result_layouts(problem: Problem) -> dict[str, Layout]:
+    """The layouts of out and lse that a call makes."""
+    p = problem
+    out = layout_in_order(p.out_shape, p.out_dtype, p.q)
+    return {"out": out, "lse": layout_in_order(p.lse_shape, p.lse_dtype, None)}
+
+
+def gradient_layouts(problem: Problem, wrt: Iterable[str]) -> dict[str, Layout]:
+    """The layouts of gradients that a call makes, by record name."""
+    likes = {GRADIENTS[name]: getattr(problem, name) for name in wrt}
+    return {name: layout_in_order(x.shape, x.dtype, x) for name, x in likes.items()}
 
 
 def layout_bytes(layout: Layout) -> int:

@@ -13,7 +13,7 @@ from .device import compute_capability, missing, require_cupy
 from .families import choose_family
 from .flatten import copied_problem, described, most_bytes
 from .launch import fits, fits_copied
-from .operands import GRADIENTS, layout_bytes, layout_in_order, layouts, tensors
+from .operands import gradient_layouts, layout_bytes, layout_in_order, layouts, result_layouts, tensors
 from .params import Layout
 from .recipe import Recipe, Sizes, forward_recipe
 
@@ -122,19 +122,10 @@ def _compute_capability(problem: Problem) -> int:
 
 def _results(problem: Problem, backward: bool) -> dict[str, Layout]:
     """Layouts of what a call allocates: out and lse, or the gradients of all array arguments."""
-    p = problem
-    if not backward:
-        out = layout_in_order(p.out_shape, p.out_dtype, p.q)
-        return {"out": out, "lse": layout_in_order(p.lse_shape, p.lse_dtype, None)}
-    given = {name: getattr(p, name) for name in p.differentiable}
-    return {GRADIENTS[name]: layout_in_order(x.shape, x.dtype, x) for name, x in given.items()}
+    return gradient_layouts(problem, problem.differentiable) if backward else result_layouts(problem)
 
 
 def _cotangents(problem: Problem) -> dict[str, Layout]:
     """Layouts of what a backward reads beside the operands; dout and out lie as `attention` makes out."""
-    p = problem
-    return {
-        "dout": layout_in_order(p.out_shape, p.dtype, p.q),
-        "out": layout_in_order(p.out_shape, p.out_dtype, p.q),
-        "lse": layout_in_order(p.lse_shape, p.lse_dtype, None),
-    }
+    dout = layout_in_order(problem.out_shape, problem.dtype, problem.q)
+    return {"dout": dout, **result_layouts(problem)}

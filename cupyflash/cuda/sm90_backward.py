@@ -120,29 +120,24 @@ class Geometry(NamedTuple):
         return [rule for rule, holds in rules.items() if not holds]
 
 
-# By kernel and options that a row is for: none, dropout alone, or any that shapes scores.
-PLAIN = {
-    "backward": (Geometry(64, 128, 128, 2, False), Geometry(128, 64, 128, 2, False, shares=2)),
-    "backward_kv": (Geometry(256, 64, 64, 2, True, 0, 40, 232),),
-}
-DROPOUT = {
-    "backward": (Geometry(64, 64, 128, 2, False), Geometry(128, 64, 128, 2, False, shares=2)),
-    "backward_kv": PLAIN["backward_kv"],
-}
-SHAPED = {
-    "backward": (Geometry(64, 64, 128, 2, True), Geometry(128, 64, 128, 2, True, shares=2)),
-    "backward_kv": PLAIN["backward_kv"],
-}
-WITH_ADDENDS = {
-    "backward": tuple(row._replace(shares=1, addends=True) for row in SHAPED["backward"]),
-    "backward_kv": PLAIN["backward_kv"],
-}
+# By options that a row is for: none; dropout alone; softcap or ALiBi; mask or bias. Head dims above 128 have one row.
+PLAIN = (Geometry(64, 128, 128, 2, False), Geometry(128, 64, 128, 2, False, shares=2))
+DROPOUT = (Geometry(64, 64, 128, 2, False), Geometry(128, 64, 128, 2, False, shares=2))
+SHAPED = (Geometry(64, 64, 128, 2, True), Geometry(128, 64, 128, 2, True, shares=2))
+WITH_ADDENDS = tuple(row._replace(shares=1, addends=True) for row in SHAPED)
+WIDE = (Geometry(256, 64, 64, 2, True, 0, 40, 232),)
+
+
+def _rows(options: tuple[bool, ...]) -> tuple[Geometry, ...]:
+    """The rows of ``backward`` with these options."""
+    addends, shaped, dropout = options
+    return WITH_ADDENDS if addends else SHAPED if shaped else DROPOUT if dropout else PLAIN
+
+
 # (kernel, bytes of the score type, options) -> geometries.
 TABLE = {
-    (kernel, 4, options): (
-        WITH_ADDENDS if options[0] else SHAPED if options[1] else DROPOUT if options[2] else PLAIN
-    )[kernel]
-    for kernel in PLAIN
+    (kernel, 4, options): _rows(options) if kernel == "backward" else WIDE
+    for kernel in ("backward", "backward_kv")
     for options in itertools.product((False, True), repeat=3)
 }
 
