@@ -225,16 +225,20 @@ def test_the_backward_launches_what_is_wanted():
 @pytest.mark.parametrize("d", [64, 256])
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize("arch", [75, 80, 90])
-@pytest.mark.parametrize("names", [("bias",), ("bias", "sinks")], ids="+".join)
+@pytest.mark.parametrize(
+    "names", [("bias",), ("bias", "sinks"), ("alibi_slopes",), ("bias", "alibi_slopes")], ids="+".join
+)
 def test_the_planned_workspace_is_enough_for_fewer_gradients_and_to_add_them(arch, dtype, d, names):
-    extras = {"bias": np.zeros((2, 4, 300, 90)), "sinks": np.zeros(4)}
+    extras = {"bias": np.zeros((2, 4, 300, 90)), "sinks": np.zeros(4), "alibi_slopes": np.zeros(4)}
     options = {name: extras[name].astype(dtype) for name in names}
-    problem = Problem.create(*qkv(np, 2, 4, 300, 90, d, dtype=dtype), **options)
+    problem = Problem.create(*qkv(np, 2, 4, 300, 90, d, dtype=dtype), causal="top_left", **options)
     family, _ = families.choose_family(problem, arch, backward=True)
     lse = np.zeros(problem.lse_shape, np.float32)
     request = BackwardRequest.create(problem, problem.q, problem.q, lse)
     found = operands.layouts(operands.tensors(problem) | launch.cotangents(request))
-    most = recipe_of(problem, arch).workspace_bytes
+    most = cupyflash.plan(
+        problem.q, problem.k, problem.v, backward=True, arch=arch, causal="top_left", **options
+    ).workspace_bytes
     subsets = [x for n in range(6) for x in itertools.combinations(problem.differentiable, n)]
     for wanted, accumulate in itertools.product(subsets, (False, True)):
         results = {operands.GRADIENTS[name]: params.Layout.of(getattr(problem, name)) for name in wanted}

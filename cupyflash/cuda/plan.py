@@ -62,7 +62,7 @@ def plan(
         kernels=tuple(launch.config.kernel for launch in recipe.launches),
         flops=cost.flops(p, backward),
         bytes_moved=cost.bytes_tiled(p, block_q, block_kv, backward),
-        workspace_bytes=recipe.workspace_bytes,
+        workspace_bytes=found.workspace_bytes,
         copied_bytes=found.copied_bytes,
         output_bytes=found.output_bytes,
         registers=report.registers if report else None,
@@ -72,9 +72,13 @@ def plan(
 
 
 class Planned(NamedTuple):
-    """What would be launched, by which family, and what it allocates; ``passed_over`` is as in `cost.Plan`."""
+    """What would be launched, by which family, and what it allocates; ``passed_over`` is as in `cost.Plan`.
+
+    ``workspace_bytes`` is enough for fewer gradients too: without that of slopes one kernel may make dq, dk and dv.
+    """
 
     recipe: Recipe
+    workspace_bytes: int
     family: str
     passed_over: tuple[tuple[str, str], ...]
     copied_bytes: int
@@ -100,13 +104,17 @@ def planned(problem: Problem, backward: bool, family: str | None, arch: int | No
     sizes = Sizes.of(problem)
     if not backward:
         recipe = forward_recipe(chosen.name, cc, sizes, tuple((found | results).items()))
-    else:
-        wanted = frozenset(name[1:] for name in results)
-        recipe = backward_recipe(chosen.name, cc, sizes, tuple((found | results).items()), wanted, False)
-    if problem is not given:
         workspace = recipe.workspace_bytes
+    else:
+        laid, wanted = tuple((found | results).items()), frozenset(name[1:] for name in results)
+        recipe, fewer = (
+            backward_recipe(chosen.name, cc, sizes, laid, names, False)
+            for names in (wanted, wanted - {"slopes"})
+        )
+        workspace = max(recipe.workspace_bytes, fewer.workspace_bytes)
+    if problem is not given:
         copied = most_bytes(given, problem, backward, workspace + copied) - output - workspace
-    return Planned(recipe, chosen.name, passed_over, copied, output)
+    return Planned(recipe, workspace, chosen.name, passed_over, copied, output)
 
 
 def _compute_capability(problem: Problem) -> int:
