@@ -182,15 +182,22 @@ struct Consumer {
     free_k(k_ring.stage()), k_ring.advance();
   }
 
-  // Element by element, for any layout and dtype.
-  CF_DEVICE void store_elements() const {
+  // Element by element, for any layout and dtype. Parts of 32 columns come to the same registers one after the other, so
+  // that the code of one part serves all.
+  CF_DEVICE void store_elements() {
+    constexpr int kPart = 32;
     const i64 base = lead_offset(p.dq.lead, work().item) + p.dq.head * work().head;
-    CF_UNROLL
-    for (int n = 0; n < kHeadDim / 2; ++n) {
-      const i32 i = row() + query_of(n), c = thread % 4 * 2 + key_of(n);
-      if (i >= p.seqlen_q || c >= p.head_dim) continue;
-      const i64 at = base + i * p.dq.row + c * p.dq.col;
-      store_kind(p.call.dq, p.dq_kind, at, p.accumulate ? dq[n] + load_kind<float>(p.call.dq, p.dq_kind, at) : dq[n]);
+    CF_UNROLL_1
+    for (i32 part = 0; part < kHeadDim / 64; ++part) {
+      CF_UNROLL
+      for (int n = 0; n < kPart; ++n) {
+        const i32 i = row() + query_of(n), c = 64 * part + thread % 4 * 2 + key_of(n);
+        if (i >= p.seqlen_q || c >= p.head_dim) continue;
+        const i64 at = base + i * p.dq.row + c * p.dq.col;
+        store_kind(p.call.dq, p.dq_kind, at, p.accumulate ? dq[n] + load_kind<float>(p.call.dq, p.dq_kind, at) : dq[n]);
+      }
+      CF_UNROLL
+      for (int n = kPart; n < kHeadDim / 2; ++n) dq[n - kPart] = dq[n];
     }
   }
   // Four lanes hold the same rows: they exchange columns, so that each writes eight neighbours.
