@@ -109,8 +109,11 @@ template <class Visit> struct Plan {
   CF_DEVICE void make(const Params& p) {
     Visit& visit = visits[made++ % 4];
     CF_UNROLL_1
-    while (next.owner < stop && !next.sees()) step(p);
-    visit.begin(p, next);
-    if (next.owner < stop) step(p);
+    for (bool found = false; !found;) {
+      const bool ended = next.owner >= stop;
+      found = ended || next.sees();
+      if (found) visit.begin(p, next);
+      if (!ended) step(p);
+    }
   }
 };

@@ -34,6 +34,7 @@ constexpr i32 kSlicesQ = ceil_div(kHeadDim, kSlice), kSlicesO = ceil_div(kHeadDi
 
 using TileA = Tile<kBlockQ, kSlice>;       // of Q or dO
 using TileB = Tile<kBlockKV, kSlice>;      // of K or V
+using Part = Tile<64, kSlice>;             // of either
 using Staged = Tile<kWarpRows, 64>;        // a warp's results on their way out
 using Products = float[kR][kC];
 using Sums = BiasSums<kR, kC, kRowWarps, kThreads>;
@@ -112,8 +113,13 @@ struct Backward {
         const i32 cols = clamp((scores ? p.head_dim : p.head_dim_v) - first, 0, kSlice);
         a.base += first * a.col_stride;
         b.base += first * b.col_stride;
-        load_tile<TileA>(to, a, next.row, next.sight.q_length, cols, me);
-        load_tile<TileB>(to + TileA::kBytes, b, next.col, next.sight.kv_length, cols, me);
+        CF_UNROLL_1
+        for (i32 r = 0; r < kBlockQ + kBlockKV; r += Part::kRowCount) {      // code that stands once
+          const bool of_a = r < kBlockQ;
+          const ElementRows rows{of_a ? a.base : b.base, of_a ? a.row_stride : b.row_stride, of_a ? a.col_stride : b.col_stride};
+          load_tile<Part>(to + r * 128, rows, of_a ? next.row + r : next.col + r - kBlockQ,
+                          of_a ? next.sight.q_length : next.sight.kv_length, cols, me);
+        }
       }
       if (++fed_slice == kSlicesQ + kSlicesO) fed_slice = 0, ++fed;
     }
@@ -150,7 +156,8 @@ struct Backward {
     const Addends& from = source.from;
     const i32 bytes = source.bias_bytes();
     warp_barrier();          // the lanes have read what was there
-    const bool in_chunks = from.bias_col == 1 && from.bias_row * bytes % 16 == 0 && bytes < 8 &&
+    const bool in_chunks = from.bias_col == 1 && from.bias_row * bytes % 16 == 0 &&
+                           (from.bias_kind == KindOf<Element>::value || from.bias_kind == kFloat32) &&
                            reinterpret_cast<u64>(source.bias_at(0, 0)) % 16 == 0;
     if (from.bias != nullptr && from.mask == nullptr && in_chunks) {
       if (bytes == 2) copy_addends<2>(source);
@@ -233,11 +240,8 @@ struct Backward {
       rules.scale_alone(acc, unused, row(), col());
       factor = kLog2e;
     }
-    switch (addend_kind) {
-      case kFloat16: weigh<float16>(acc, factor, negative_lse); break;
-      case kBFloat16: weigh<bfloat16>(acc, factor, negative_lse); break;
-      default: weigh<float>(acc, factor, negative_lse);
-    }
+    if (addend_kind == kFloat32) weigh<float>(acc, factor, negative_lse);
+    else weigh<Element>(acc, factor, negative_lse);
     const Interval whole = rules.sight.keys_of_all(row(), row() + kWarpRows);
     if (!whole.covers(col(), col() + kStep)) RowBounds::of_query(rules.sight, row()).select(acc, col(), 0.0f);
     Operand<kR / 2, kStep> weights;
@@ -259,20 +263,28 @@ struct Backward {
   CF_DEVICE void drop(Products& dp) const {
     const Dropper dropper = dropper_of(p, visit().item, visit().head);
     const float kept_scale = dropout_scale<float>(p);
-    dropper.for_alignment([&](auto aligned) {
+    if (!dropper.aligned) {      // one by one: where the elements fall into other groups, code counts for more than time
+      u64 dropped = 0;
+      CF_UNROLL_1
+      for (int n = 0; n < kR * kC; ++n) {
+        dropped |= u64(!dropper.stream.kept(row() + fragment_row(n / kC), col() + fragment_col(n % kC))) << n;
+      }
       CF_UNROLL
-      for (int w = 0; w < kC; w += 4) {
+      for (int n = 0; n < kR * kC; ++n) dp[n / kC][n % kC] = (dropped >> n & 1) != 0 ? 0.0f : dp[n / kC][n % kC] * kept_scale;
+      return;
+    }
+    CF_UNROLL
+    for (int w = 0; w < kC; w += 4) {
+      CF_UNROLL
+      for (int u = 0; u < kR; u += 2) {
+        const Words words = dropper.words_at(row() + 8 * u, col() + 4 * w, Aligned<true>{});
         CF_UNROLL
-        for (int u = 0; u < kR; u += 2) {
-          const Words words = dropper.words_at(row() + 8 * u, col() + 4 * w, aligned);
-          CF_UNROLL
-          for (int n = 0; n < 8; ++n) {
-            float& x = dp[u + n / 4][w + n % 4];
-            x = dropper.drops(words, n / 4, n % 4) ? 0.0f : x * kept_scale;
-          }
+        for (int n = 0; n < 8; ++n) {
+          float& x = dp[u + n / 4][w + n % 4];
+          x = dropper.drops(words, n / 4, n % 4) ? 0.0f : x * kept_scale;
         }
       }
-    });
+    }
   }
 
   // The sums to the gradient, or to the partial sums of this run.

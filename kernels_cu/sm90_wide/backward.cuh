@@ -127,16 +127,18 @@ struct Target {
   i32 row, col, row_stop, col_stop;
   bool accumulate;
 
-  template <int kCount> CF_DEVICE void store(const float (&d)[kCount], float factor, bool live0, bool live1) const {
+  // Parts of d come to its first registers one after the other, so that the code of one part serves all: d is used up.
+  template <int kCount> CF_DEVICE void store(float (&d)[kCount], float factor, bool live0, bool live1) const {
+    constexpr int kPart = 16;
     const bool pairs = rows.packed<2>() && col_stop % 2 == 0 && !accumulate;
-    CF_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      if (row + 8 * h >= row_stop) continue;
-      const bool live = h == 0 ? live0 : live1;
+    CF_UNROLL_1
+    for (i32 first = 0; first < 2 * kCount; first += 2 * kPart) {
       CF_UNROLL
-      for (int j = 0; j < kCount / 4; ++j) {
-        const i32 at = 8 * j + col;
-        const float low = live ? d[4 * j + 2 * h] * factor : 0.0f, high = live ? d[4 * j + 2 * h + 1] * factor : 0.0f;
+      for (int n = 0; n < kPart; n += 2) {
+        const i32 h = n / 2 % 2, at = first + n / 4 * 8 + col;
+        if (row + 8 * h >= row_stop) continue;
+        const bool live = h == 0 ? live0 : live1;
+        const float low = live ? d[n] * factor : 0.0f, high = live ? d[n + 1] * factor : 0.0f;
         float* to = rows.at(row + 8 * h, at);
         if (pairs) {
           if (at < col_stop) *reinterpret_cast<Packed<float, 2>*>(to) = {{low, high}};
@@ -146,6 +148,8 @@ struct Target {
         to += rows.col_stride;
         if (at + 1 < col_stop) *to = accumulate ? *to + high : high;
       }
+      CF_UNROLL
+      for (int n = kPart; n < kCount; ++n) d[n - kPart] = d[n];
     }
   }
 };
