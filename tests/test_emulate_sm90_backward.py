@@ -212,6 +212,17 @@ def test_an_infinite_dlse_of_rows_that_see_nothing(d, options):
     assert "row_stats" in {config.kernel for config in machine.launched}
 
 
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize(
+    "options", [{"causal": True, "query_offset": 60}, {"mask": MASK}, {"mask": MASK, "softcap": 2.0}]
+)
+def test_an_infinite_dlse_reaches_no_key_that_its_row_does_not_see(d, options):
+    q, k, v = qkv(np, 1, 1, M, N, d, dtype=BFLOAT16)
+    dlse = normal(np, (1, 1, M), np.float32, 8)
+    dlse[..., 5] = np.inf
+    check(q, k, v, via=vjp_on(Machine("plain", compute_capability=90)), wrt=("q", "k", "v"), dlse=dlse, **options)
+
+
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("p", [0.0, 0.6])
 def test_narrow_heads_in_turn(d, p):

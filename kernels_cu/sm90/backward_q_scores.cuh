@@ -135,10 +135,6 @@ CF_DEVICE float entry_of(const Operand& a, int n) { return convert<float>(Elemen
 // dA of a tile from its weights and dP. `edge`: some key is not seen by some query.
 CF_DEVICE void gradients_of(Operand& da, const Scores& weights, Scores& dp, const Operand& derivative, const Params& p,
                             const RowNumbers& rows, bool edge) {
-  if (!kPlainScores || edge) {                           // what stands there, NaN too, is never seen
-    CF_UNROLL
-    for (int n = 0; n < kScores; ++n) dp[n] = weights[n] == 0.0f ? 0.0f : dp[n];
-  }
   const float kept = kDropout ? dropout_scale<float>(p) : 1.0f;
   CF_UNROLL
   for (int n = 0; n < kScores; ++n) {
@@ -147,6 +143,10 @@ CF_DEVICE void gradients_of(Operand& da, const Scores& weights, Scores& dp, cons
     if constexpr (kDropout) gain = weights[n] < 0.0f ? -delta : fused(dp[n], kept, -delta);
     dp[n] = (kDropout ? absolute(weights[n]) : weights[n]) * gain;
     if constexpr (kSoftcapOrAlibi) dp[n] *= entry_of(derivative, n);
+  }
+  if (!kPlainScores || edge) {                           // what is never seen gets 0 whatever its gain is, NaN too
+    CF_UNROLL
+    for (int n = 0; n < kScores; ++n) dp[n] = weights[n] == 0.0f ? 0.0f : dp[n];
   }
   CF_UNROLL
   for (int n = 0; n < kScores; n += 2) da[n / 2] = cvt_rn_x2<Element>(dp[n], dp[n + 1]);

@@ -229,15 +229,20 @@ CF_DEVICE void remove_dropped(Operand& weights, u32 dropped) {
   for (int n = 0; n < kScores / 2; ++n) weights[n] &= ~prmt(dropped << (15 - n), 0, 0xbb99u);
 }
 
-// dA of a tile from its weights, dP in dp, and delta of its queries (at `from`, if not loaded early). `edge`: some key is
-// not seen by some query.
+// What is never seen gets 0, whatever its gain is: NaN, or that of an infinite dlse. Of rounded weights and gradients.
+CF_DEVICE void remove_unseen(Operand& ds, const Operand& weights) {
+  CF_UNROLL
+  for (int n = 0; n < kScores / 2; ++n) {
+    if ((weights[n] & 0x7fffu) == 0) ds[n] &= 0xffff0000u;
+    if ((weights[n] & 0x7fff0000u) == 0) ds[n] &= 0xffffu;
+  }
+}
+
+// dA of a tile from its weights, dP in dp, and delta of its queries (at `from`, if not loaded early). Of plain scores what is
+// not seen is still to be removed.
 template <class Weight, class Dropped>
 CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped dropped, const Operand& derivative, const Place& at,
-                            bool edge, RowNumbers& delta, u32 from, i32 thread) {
-  if (!kPlainScores || edge) {                             // what stands there, NaN too, is never seen
-    CF_UNROLL
-    for (int n = 0; n < kScores; ++n) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
-  }
+                            RowNumbers& delta, u32 from, i32 thread) {
   const float kept = kDropout ? dropout_scale<float>(at.p) : 1.0f;
   CF_UNROLL
   for (int j = 0; j < kScores / 4; ++j) {
@@ -249,6 +254,7 @@ CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped drop
       if constexpr (kDropout) gain = fused(dropped(n) ? 0.0f : dp[n], kept, -own_delta);
       dp[n] = weight(n) * gain;
       if constexpr (kSoftcapOrAlibi) dp[n] *= entry_of(derivative, n);
+      if constexpr (!kPlainScores) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];      // as remove_unseen
     }
     if constexpr (kRoundedWeights) {
       ds[2 * j] = cvt_rn_x2<Element>(dp[4 * j], dp[4 * j + 1]);
