@@ -9,6 +9,7 @@ import pytest
 from emulated import needs_compiler, vjp_on
 from support import DTYPES, NEG_INF, assert_same, check, cotangents, normal, qkv
 
+from cupyflash.cuda import families
 from cupyflash.cuda.emulate import Machine
 
 pytestmark = needs_compiler
@@ -210,6 +211,24 @@ def test_an_infinite_dlse_of_rows_that_see_nothing(d, options):
     machine = Machine("plain", compute_capability=90)
     check(q, k, v, via=vjp_on(machine), wrt=("q", "k", "v"), dlse=dlse, **options)
     assert "row_stats" in {config.kernel for config in machine.launched}
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_a_bias_of_2_to_the_31_bytes_a_row(monkeypatch, d):
+    """Its rows overlap in memory, and so do those of k and v."""
+    monkeypatch.setattr(families, "FORCED", "sm90")
+    q, k, v = qkv(np, 1, 1, M, 1, d, dtype=BFLOAT16)
+    numbers = np.zeros(2**30 + 8 * M, BFLOAT16)
+    numbers[: 2 * 2**10] = normal(np, 2 * 2**10, BFLOAT16, 9)
+    dout, results = normal(np, (1, 1, M, d), BFLOAT16, 7), []
+    for n in (2**10, 2**30):
+        bias = np.lib.stride_tricks.as_strided(numbers, (M, n), (16, 2))
+        keys, values = (np.broadcast_to(x, (1, 1, n, d)) for x in (k, v))
+        way = vjp_on(Machine("plain", compute_capability=90))
+        wrt = ("q",) if d == 256 else ()  # other gradients are as large as k
+        (out, lse), vjp = way(q, keys, values, return_lse=True, wrt=wrt, bias=bias, window=(50, 0), query_offset=60)
+        results.append((out, lse, *(vjp(dout, None)[:1] if wrt else ())))
+    assert_same(results[1], results[0])
 
 
 @pytest.mark.parametrize("d", DIMS)

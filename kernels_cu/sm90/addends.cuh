@@ -55,7 +55,7 @@ template <int kCount> CF_DEVICE void fetch_row(u32 to, const u8* from, i32 lane,
 // past the end repeat the last one: they are not used.
 CF_DEVICE void fetch_addends(const AddendTile& tile, const Params& p, const Addends& a, Bias kind, i32 row, i32 first,
                              i32 lane) {
-  const i32 keys = p.seqlen_k - first;
+  const i32 keys = smaller(p.seqlen_k - first, kBlockKV + 16);      // their bytes fit 32 bits
   const i64 from = smaller(row + lane / 2, p.seqlen_q - 1);
   if (kind == Bias::kComes || kind == Bias::kInPlace) {
     const i32 bytes = kind == Bias::kInPlace ? 4 : 2;

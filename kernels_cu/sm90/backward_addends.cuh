@@ -61,7 +61,7 @@ struct AddendTile {
   template <i32 kBytes> CF_DEVICE void fetch_bias(const Params& p, const Addends& a, i32 row, i32 key, i32 lane) const {
     constexpr i32 kChunks = kBytes, kRows = 32 / kChunks;      // chunks of a row; rows at once
     const i32 r = lane / kChunks, c = lane % kChunks, last = p.seqlen_q - 1 - row;
-    const u32 bytes = u32(clamp((p.seqlen_k - key) * kBytes - 16 * c, 0, 16));
+    const u32 bytes = u32(clamp(smaller(p.seqlen_k - key, kAddendKeys) * kBytes - 16 * c, 0, 16));
     const i64 stride = a.bias_row * kBytes;
     const u8* from = static_cast<const u8*>(a.bias) + (a.bias_first + key) * kBytes + 16 * c;
     from += (row + smaller(r, last)) * stride;
