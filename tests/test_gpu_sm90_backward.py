@@ -8,6 +8,7 @@ from support import DTYPES, NEG_INF, assert_same, check, cotangents, host, norma
 
 import cupyflash
 from cupyflash import Gradients
+from cupyflash.cuda import families
 
 pytestmark = pytest.mark.gpu
 
@@ -223,3 +224,36 @@ def test_each_gradient_alone(cupy, d, wrt):
         assert (x is None) == (name not in (wrt if isinstance(wrt, tuple) else (wrt,)))
         if x is not None:
             assert_same(x, getattr(everything, name), name)
+
+
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize(
+    "options", [{"causal": True, "query_offset": 60}, {"mask": (100, 230)}, {"mask": (100, 230), "softcap": 2.0}]
+)
+def test_an_infinite_dlse_reaches_no_key_that_its_row_does_not_see(cupy, d, options):
+    q, k, v = qkv(cupy, 1, 1, 100, 230, d, dtype=BFLOAT16)
+    if "mask" in options:
+        options = options | {"mask": normal(cupy, options["mask"], seed=8) > -1}
+    dlse = normal(cupy, (1, 1, 100), seed=8)
+    dlse[..., 5] = np.inf
+    check(q, k, v, dlse=dlse, **options)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, np.dtype(np.float32)], ids=["16 bits", "float32"])
+@pytest.mark.parametrize("d", DIMS)
+def test_a_bias_of_2_to_the_31_bytes_a_row(cupy, monkeypatch, d, dtype):
+    """Its rows overlap in memory, and so do those of k and v."""
+    monkeypatch.setattr(families, "FORCED", "sm90")
+    many = 2**31 // dtype.itemsize
+    q, k, v = qkv(cupy, 1, 1, 100, 1, d, dtype=BFLOAT16)
+    numbers = cupy.zeros(many + 2000, dtype)
+    numbers[:2000] = normal(cupy, 2000, dtype, 9)
+    dout, results = normal(cupy, (1, 1, 100, d), BFLOAT16, 7), []
+    for n in (1000, many):
+        bias = cupy.lib.stride_tricks.as_strided(numbers, (100, n), (16, dtype.itemsize))
+        keys, values = (cupy.broadcast_to(x, (1, 1, n, d)) for x in (k, v))
+        options = {"bias": bias, "window": (50, 0), "query_offset": 60}
+        out, lse = cupyflash.attention(q, keys, values, return_lse=True, **options)
+        found = cupyflash.attention_backward(dout, q, keys, values, out, lse, wrt=("q",), **options)
+        results.append((host(out), host(lse), host(found.q)))
+    assert_same(results[1], results[0])

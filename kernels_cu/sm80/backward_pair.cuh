@@ -76,7 +76,7 @@ struct Pair {
   // Between two barriers: the pass is there, and nobody asks for its tiles yet.
   CF_DEVICE void begin_keys() const {
     if (thread_index() == 32 * kPairs) pass.begin_first_tile(p);
-    if (thread_index() == 32u * pair) pass.begin_pair(pair);
+    if (thread_index() < 32 * kPairs && lane_index() == 0) pass.begin_pair(pair);
     load_keys();
   }
 
