@@ -223,10 +223,11 @@ def test_a_bias_of_2_to_the_31_bytes_a_row(monkeypatch, d):
     dout, results = normal(np, (1, 1, M, d), BFLOAT16, 7), []
     for n in (2**10, 2**30):
         bias = np.lib.stride_tricks.as_strided(numbers, (M, n), (16, 2))
+        options = {"bias": bias, "window": (50, 0), "query_offset": 60}
         keys, values = (np.broadcast_to(x, (1, 1, n, d)) for x in (k, v))
         way = vjp_on(Machine("plain", compute_capability=90))
         wrt = ("q",) if d == 256 else ()  # other gradients are as large as k
-        (out, lse), vjp = way(q, keys, values, return_lse=True, wrt=wrt, bias=bias, window=(50, 0), query_offset=60)
+        (out, lse), vjp = way(q, keys, values, return_lse=True, wrt=wrt, **options)
         results.append((out, lse, *(vjp(dout, None)[:1] if wrt else ())))
     assert_same(results[1], results[0])
 
@@ -239,7 +240,8 @@ def test_an_infinite_dlse_reaches_no_key_that_its_row_does_not_see(d, options):
     q, k, v = qkv(np, 1, 1, M, N, d, dtype=BFLOAT16)
     dlse = normal(np, (1, 1, M), np.float32, 8)
     dlse[..., 5] = np.inf
-    check(q, k, v, via=vjp_on(Machine("plain", compute_capability=90)), wrt=("q", "k", "v"), dlse=dlse, **options)
+    machine = Machine("plain", compute_capability=90)
+    check(q, k, v, via=vjp_on(machine), wrt=("q", "k", "v"), dlse=dlse, **options)
 
 
 @pytest.mark.parametrize("d", [64, 128])

@@ -228,7 +228,8 @@ def test_each_gradient_alone(cupy, d, wrt):
 
 @pytest.mark.parametrize("d", DIMS)
 @pytest.mark.parametrize(
-    "options", [{"causal": True, "query_offset": 60}, {"mask": (100, 230)}, {"mask": (100, 230), "softcap": 2.0}]
+    "options",
+    [{"causal": True, "query_offset": 60}, {"mask": (100, 230)}, {"mask": (100, 230), "softcap": 2.0}],
 )
 def test_an_infinite_dlse_reaches_no_key_that_its_row_does_not_see(cupy, d, options):
     q, k, v = qkv(cupy, 1, 1, 100, 230, d, dtype=BFLOAT16)
