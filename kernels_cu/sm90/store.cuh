@@ -12,17 +12,19 @@ struct Target {
 };
 
 // Element by element, for any layout: 32 columns at a time through 16 rows of 128 bytes in shared memory at `staging`,
-// which are the warp's own.
+// which are the warp's own. Parts of `sum` come to its first entries one after the other, so that code stands once.
 template <int kEntries>
-CF_DEVICE void store_elements(const float (&sum)[kEntries], const Target& target, const Params& p, i64 base, i32 row,
-                              i32 row_stop, u32 staging, i32 lane) {
-  CF_UNROLL
-  for (int part = 0; part < kEntries / 16; ++part) {
+CF_DEVICE void store_elements(float (&sum)[kEntries], const Target& target, const Params& p, i64 base, i32 row, i32 row_stop,
+                              u32 staging, i32 lane) {
+  CF_UNROLL_1
+  for (i32 part = 0; part < kEntries / 16; ++part) {
     CF_UNROLL
     for (int n = 0; n < 16; n += 2) {
       const i32 r = lane / 4 + n / 2 % 2 * 8, col = n / 4 * 8 + lane % 4 * 2;
-      st_shared_f32x2(staging + r * 128 + col * 4, sum[16 * part + n], sum[16 * part + n + 1]);
+      st_shared_f32x2(staging + r * 128 + col * 4, sum[n], sum[n + 1]);
     }
+    CF_UNROLL
+    for (int n = 16; n < kEntries; ++n) sum[n - 16] = sum[n];
     warp_barrier();      // the rows are there
     const i32 col = 32 * part + lane, rows = col < target.cols ? smaller(row_stop - row, 16) : 0;
     CF_UNROLL_1
