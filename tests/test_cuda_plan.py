@@ -218,7 +218,7 @@ def test_the_backward_launches_what_is_wanted():
         *("sum_rows", "sum_rows"),
     ]
     hidden = [{ADDRESSES[index] for index in launch.hidden} for launch in full.launches]
-    assert hidden == [set(), set(), set(), set(), set(), {"dslopes"}, {"dsinks"}]
+    assert hidden == [set(), {"dbias"}, set(), set(), set(), {"dslopes"}, {"dsinks"}]
     assert [name for name, _ in full.workspace] == ["row_delta", "slope_rows", "partials"]
 
 
@@ -264,7 +264,10 @@ def test_k_and_v_with_other_leading_axes_take_two_launches():
     q, k, v = qkv(np, batch=3, heads=2, m=40, d=8)
     kernels = recipe_of(Problem.create(q, k[:1], v)).launches
     alone = [launch for launch in kernels if launch.config.kernel == "backward_kv"]
-    assert [{ADDRESSES[index] for index in launch.hidden} for launch in alone] == [{"dv"}, {"dk"}]
+    assert [{ADDRESSES[index] for index in launch.hidden} for launch in alone] == [
+        {"dv", "dbias"},
+        {"dk", "dbias"},
+    ]
     records = [np.frombuffer(launch.record, RECORD)[0] for launch in alone]
     assert [int(record["own"].prod()) for record in records] == [1, 3]
     assert [int(record["loop"].prod()) for record in records] == [3, 1]

@@ -86,6 +86,25 @@ def test_a_bias_of_another_dtype(dtype, shape):
     check(q, k, v, via=vjp_on(Machine(compute_capability=HOPPER)), bias=bias)
 
 
+@pytest.mark.parametrize("shared", ["", "k"])
+@pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_the_gradient_of_a_bias_that_was_not_broadcast_leaves_the_main_kernel(d, shared):
+    q, k, v = (
+        x[:1] if name == shared else x for name, x in zip("qkv", qkv(np, 2, 4, 70, 150, d, heads_kv=2))
+    )
+    bias = normal(np, (2, 4, 150, 70), seed=6).swapaxes(2, 3)
+    bias[:, :, 5:9, 60:] = -np.inf
+    mask = normal(np, (70, 150), seed=7) > 0
+    dropped = {"dropout_p": 0.3, "dropout_seed": 5}
+    for options in (
+        {"q_lengths": [70, 9], "kv_lengths": [150, 80]},
+        {"causal": "top_left", "mask": mask, **dropped},
+    ):
+        machine = Machine(compute_capability=HOPPER)
+        check(q, k, v, via=vjp_on(machine), bias=bias, **options)
+        assert "backward_bias" not in {config.kernel for config in machine.launched}
+
+
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_a_value_that_is_not_finite_is_what_it_is_in_the_plain_computation(value):
     q, k, v = qkv(np, 1, 1, 70, 60, 64)

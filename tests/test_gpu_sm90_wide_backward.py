@@ -72,6 +72,21 @@ def test_gradients_are_as_exact_as_float32(cupy, monkeypatch, d, causal, q_size,
 
 
 @pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
+def test_the_gradient_of_a_bias_that_was_not_broadcast_leaves_the_main_kernel(cupy, monkeypatch, dtype, d):
+    monkeypatch.setattr(families, "FORCED", None)
+    q, k, v = qkv(cupy, 2, 4, M, N, d, heads_kv=2, dtype=dtype)
+    bias, mask = normal(cupy, (2, 4, M, N), dtype, 6), normal(cupy, (M, N), seed=7) > 0
+    bias[:, :, 5:9, 60:] = -np.inf
+    dropped = {"dropout_p": 0.3, "dropout_seed": 5}
+    lengths = {"q_lengths": [M, 9], "kv_lengths": [N - 70, N]}
+    for options in (lengths, {"causal": "top_left", "mask": mask, **dropped}):
+        assert "backward_bias" not in cupyflash.plan(q, k, v, backward=True, bias=bias, **options).kernels
+        check(q, k, v, bias=bias, **options)
+        check(q, k, v, bias=bias.swapaxes(2, 3).copy().swapaxes(2, 3), **options)
+
+
+@pytest.mark.parametrize("d", DIMS)
 def test_lengths_around_the_edges_of_tiles(cupy, d):
     for n in sorted({n + step for n in (1, 64, 128, 192) for step in (-1, 0, 1)} - {0}):
         check(*qkv(cupy, 1, 2, M, n, d, seed=n), causal="bottom_right")

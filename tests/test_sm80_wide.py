@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import test_emulate
 from emulated import needs_compiler, run, vjp_on
-from support import NEG_INF, assert_same, check, qkv, wide
+from support import NEG_INF, assert_same, check, normal, qkv, wide
 
 import cupyflash
 from cupyflash import reference, testing
@@ -137,6 +137,18 @@ def test_head_dims(d_and_e, dtype):
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_option_of_wide_heads(dtype):
+    options = test_emulate.cases(70, 150, dtype)["everything"]
+    del options["alibi_slopes"]  # whose gradient needs two kernels
+    q, k, v = (np.concatenate([x] * 3, -1) for x in test_emulate.arrays(70, 150, dtype, options))
+    machine = Machine(compute_capability=SM90)
+    check(q, k, v, via=vjp_on(machine), **options)
+    assert [config.family for config in machine.launched if config.kernel == "backward"] == ["sm80_wide"]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_strides_change_no_bit(dtype):
     q, k, v = qkv(np, 1, 2, 70, 90, 64, dtype=dtype)
     machine = Machine(compute_capability=SM90)
@@ -185,13 +197,45 @@ def kernels_of(dtype=np.float32, d=64, arch=SM90, **options):
 
 def test_gradients_come_from_one_kernel_where_it_has_room():
     for dtype, d in itertools.product(DTYPES, (8, 64, 128)):
-        assert kernels_of(dtype, d) == ("delta", "backward")
+        assert kernels_of(dtype, d) == kernels_of(dtype, d, softcap=2.0) == ("delta", "backward")
     two = ("delta", "backward_kv", "backward_q")
     assert kernels_of(np.float32, 128, 86) == kernels_of(np.float64, 128, 80) == two
     slopes = kernels_of(alibi_slopes=np.ones(1, np.float32))
     assert slopes[:3] == two
     q, k, v = qkv(np, 2, 1, 8, 8, 64)
     assert cupyflash.plan(q[:1], k, v, arch=SM90, backward=True).kernels == two
+
+
+def bias_kernels(machine):
+    return [config.kernel for config in machine.launched if config.kernel in ("backward", "backward_bias")]
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_gradient_of_a_bias_that_was_not_broadcast_leaves_the_main_kernel(d, dtype):
+    q, k, v = qkv(np, 2, 4, 70, 150, d, heads_kv=2, dtype=dtype)
+    bias = normal(np, (2, 4, 150, 70), dtype, 6).swapaxes(2, 3)
+    bias[:, :, 5:9, 60:] = NEG_INF
+    mask = normal(np, (70, 150), seed=7) > 0
+    dropped = {"dropout_p": 0.3, "dropout_seed": 5}
+    for options in (
+        {"q_lengths": [70, 9], "kv_lengths": [150, 80]},
+        {"causal": "top_left", "mask": mask, **dropped},
+    ):
+        machine = Machine(compute_capability=SM90)
+        check(q, k, v, via=vjp_on(machine), bias=bias, **options)
+        assert bias_kernels(machine) == ["backward"]
+
+
+@needs_compiler
+def test_other_gradients_of_a_bias_have_a_kernel_of_their_own():
+    q, k, v = qkv(np, 2, 2, 20, 40, 64)
+    bias = normal(np, (2, 2, 20, 40), seed=6)
+    for options in ({"bias": bias[:1]}, {"bias": bias, "softcap": 2.0}):
+        machine = Machine(compute_capability=SM90)
+        check(q, k, v, via=vjp_on(machine), **options)
+        assert bias_kernels(machine) == ["backward", "backward_bias"]
 
 
 @needs_compiler

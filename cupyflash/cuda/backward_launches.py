@@ -48,6 +48,10 @@ class Launches:
         if self.sizes.rows == 0:
             return Recipe(())
         together = self._in_one_kernel()
+        main = (
+            together if self.family == "sm80_wide" else self.family == "sm90_wide" and {"k", "v"} & self.wrt
+        )
+        with_bias = bool(main) and self._keeps_bias()
         by_sums = together and self.family == "sm80"  # dq leaves that kernel as sums
         self._reserve_rows(bool({"bias", "sinks"} & self.wrt) or not by_sums)
         if by_sums:
@@ -55,12 +59,12 @@ class Launches:
         elif together:
             self._reserve("turns", ceil(4 * (1 + self.sizes.rows), self.score_bytes))
             self._delta()
-            self._all_in_turns()
+            self._all_in_turns(with_bias)
         else:
             self._delta()
-            self._keys_and_values()
+            self._keys_and_values(with_bias)
             self._queries({"q", "slopes"} & self.wrt)
-        if "bias" in self.wrt:
+        if "bias" in self.wrt and not with_bias:
             self._bias()
         return self._finished()
 
@@ -103,12 +107,24 @@ class Launches:
         record = self._record((*LENGTHS, "out", "dout", "dlse", "delta", *dq))
         self._add(config, ceil(self.sizes.rows, config.threads // 32), record)
 
-    def _all_in_turns(self) -> None:
+    def _keeps_bias(self) -> bool:
+        """Whether a main kernel can write the bias's gradient, if wanted: it was not broadcast, and is dA itself."""
+        if "bias" not in self.wrt or self.accumulate or self.sizes.options[1]:
+            return False
+        if self.layouts["dbias"].dtype not in (self.sizes.dtype, np.dtype(np.float32)):
+            return False
+        record = self._record(("dbias",), owner="dbias")
+        kept = record["own_heads"] and record["own_rows"] and record["own_cols"]
+        return bool(kept) and math.prod(record["loop"].tolist()) == 1
+
+    def _all_in_turns(self, with_bias: bool) -> None:
         """All three from one kernel, dq summed in place: in turns, or (splits 0) as blocks come."""
         config = self._config("backward")
         turns = sm80_wide.heads_in_turns(self.sizes.heads_kv) if self.sizes.deterministic else 0
-        record = self._record((*SCORES, "dout", "dq", "dk", "dv"), owner="dk", splits=turns)
-        self._add(config, config.geometry.blocks("backward", self.sizes, own_of(record)), record)
+        bias = ("dbias",) if with_bias else ()
+        record = self._record((*SCORES, "dout", "dq", "dk", "dv", *bias), owner="dk", splits=turns)
+        grid = config.geometry.blocks("backward", self.sizes, own_of(record))
+        self._add(config, grid, record, {"dbias"}.difference(bias))
 
     def _owners(self) -> list[list[str]]:
         """The gradients of keys and values that one launch can own, launch by launch."""
@@ -116,12 +132,13 @@ class Launches:
         together = len(wanted) == 2 and self._broadcast_axes("k") == self._broadcast_axes("v")
         return [wanted] if together else [[name] for name in wanted]
 
-    def _keys_and_values(self) -> None:
-        for owners in self._owners():
+    def _keys_and_values(self, with_bias: bool) -> None:
+        for number, owners in enumerate(self._owners()):
             config = self._config("backward_kv")
-            record = self._record((*SCORES, "dout", *owners), owner=owners[0])
+            bias = {"dbias"} if with_bias and number == 0 else set()
+            record = self._record((*SCORES, "dout", *owners, *bias), owner=owners[0])
             grid = config.geometry.blocks("backward_kv", self.sizes, own_of(record))
-            self._add(config, grid, record, {"dk", "dv"}.difference(owners))
+            self._add(config, grid, record, {"dk", "dv", "dbias"}.difference(owners, bias))
 
     def _in_one_kernel(self) -> bool:
         """Whether dq, dk and dv come from one kernel."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Collection, Set
 from typing import Any
 
@@ -55,16 +54,6 @@ class _HopperBackward(Launches):
             self._bias()
         self._queries({"slopes"} & self.wrt)
         return self._finished()
-
-    def _keeps_bias(self) -> bool:
-        """Whether the main kernel can write the bias's gradient, if wanted: kernels_cu/sm90/backward_bias.cuh."""
-        if "bias" not in self.wrt or self.accumulate or self.sizes.options[1]:
-            return False
-        if self.layouts["dbias"].dtype not in (self.sizes.dtype, np.dtype(np.float32)):
-            return False
-        record = self._record(("dbias",), owner="dbias")
-        kept = record["own_heads"] and record["own_rows"] and record["own_cols"]
-        return bool(kept) and math.prod(record["loop"].tolist()) == 1
 
     def _main(self, kernel: str, config: Any, with_bias: bool) -> None:
         order = sm90_backward.IN_TURN if self.sizes.deterministic else sm90_backward.IN_ANY_ORDER

@@ -112,11 +112,11 @@ def _row(threads: int, occupancy: int, block_q: int, block_kv: int, bucket: int,
     return Geometry(threads, occupancy, block_q, block_kv, bucket, bucket, stages=stages)
 
 
-# By kernel, bytes of the score type and options that a row is for (none; no softcap or ALiBi; any): the best first
-# within a bucket of head dims. What no row holds (much shared memory on small GPUs, options that take too many
-# registers) is left to simt. Rows for the same head dims give the same bits whatever the options, but for the forward
-# of float64 with more than 64 columns, where options take half the keys at once.
-PLAIN, UNSHAPED, ANY = "plain", "unshaped", "any"
+# By kernel, bytes of the score type and options that a row is for (none, or any): the best first within a bucket of
+# head dims. What no row holds (much shared memory on small GPUs, options that take too many registers) is left to
+# simt. Rows for the same head dims give the same bits whatever the options, but for the forward of float64 with more
+# than 64 columns, where options take half the keys at once.
+PLAIN, ANY = "plain", "any"
 _ROWS = {
     ("forward", 4, PLAIN): tuple(_row(128, 2, 64, 32, bucket) for bucket in (32, 64, 128)),
     ("backward", 4, PLAIN): (
@@ -136,16 +136,11 @@ _ROWS = {
         _row(256, 1, 16, 64, 64),
         _row(256, 1, 32, 64, 128, stages=1),
     ),
-    ("backward", 8, UNSHAPED): (
-        _row(256, 1, 32, 64, 32),
-        _row(256, 1, 32, 64, 64),
-        _row(256, 1, 16, 64, 64),
-        _row(256, 1, 16, 64, 128),
-    ),
     ("backward", 8, ANY): (
         _row(256, 1, 32, 64, 32),
         _row(256, 1, 32, 64, 64),
         _row(256, 1, 16, 64, 64),
+        _row(256, 1, 16, 64, 128),
     ),
     ("backward_q", 4, PLAIN): (_row(128, 2, 64, 32, 64), _row(128, 2, 64, 16, 128)),
     ("backward_kv", 4, PLAIN): (_row(128, 2, 16, 64, 64), _row(256, 1, 32, 64, 128)),
@@ -190,9 +185,8 @@ KERNELS = ("forward", "backward", "backward_q", "backward_kv")
 
 def _rows(kernel: str, score_bytes: int, options: tuple[bool, ...]) -> tuple[Geometry, ...]:
     """The rows of a kernel with these options."""
-    groups = [UNSHAPED, ANY, PLAIN] if not options[1] else [ANY, PLAIN]
-    groups = groups if any(options) else [PLAIN, UNSHAPED]
-    return next(rows for group in groups if (rows := _ROWS.get((kernel, score_bytes, group))))
+    group = ANY if any(options) and (kernel, score_bytes, ANY) in _ROWS else PLAIN
+    return _ROWS[kernel, score_bytes, group]
 
 
 # (kernel, bytes of the score type, options) -> geometries

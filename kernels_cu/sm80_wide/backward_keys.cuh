@@ -47,6 +47,7 @@
 //
 // Shared memory: K, V, kStages tiles of Q and dO, P, lse and delta of as many, and dA, the block's work.
 #pragma once
+#include "sm80_wide/gradient_tile.cuh"
 #include "sm80_wide/store.cuh"
 #include "sm80_wide/weights.cuh"
 
@@ -63,7 +64,6 @@ using TileQ = Tile<kBlockQ, kHeadDim>;
 using TileO = Tile<kBlockQ, kHeadDimV>;
 using Scores = Score[kR][kC];
 using Accumulator = Score[kR][kWideDim / 4];
-using TileA = Tile<kBlockQ, kSumsQueries ? kBlockKV : 32>;      // dA, the keys of a row in the order of key_place
 
 // Parts of the dq of a tile: some rows and a line of columns each.
 constexpr i32 kLines = kHeadDim / (8 * kChunk), kDqRows = kBlockQ / 16 * kLines >= 2 * kWarps ? 32 : 16;
@@ -76,12 +76,6 @@ constexpr i32 kAtSums = kAtO + kStages * TileO::kBytes;
 constexpr i32 kAtWeights = kAtSums + (kSumsQueries ? kStages * TileA::kBytes : 0);
 constexpr i32 kAtRows = kAtWeights + kPairs * kWeightBytes, kAtWork = kAtRows + 2 * kStages * kBlockQ * sizeof(Score);
 static_assert(kAtWork + kWorkBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
-
-// The column of a key in a row of TileA: the slots of a lane in one step lie where ColumnReader reads them.
-CF_DEVICE i32 key_place(i32 key) {
-  const i32 lane = key % 8 / 2, slot = key % 16 / 8 * 2 + key % 2;
-  return key / 16 * 16 + (kAtOnce == 1 ? 4 * slot + lane : 4 * lane + slot);
-}
 
 struct Backward {
   const Params& p;
@@ -132,6 +126,7 @@ struct Backward {
       work.tiles = tiles_of(work.sight.rows_of_some(work.first, work.first + kBlockKV), kBlockQ);
     }
     block_barrier();        // the work is there
+    if constexpr (kWritesBias) BiasGradient{p, work}.clear_unseen();
     if (work.tiles.start >= work.tiles.stop) return;
     if (work.walked % group() == 1 % group()) {
       TileK::load(shared, work.k, work.first, work.sight.kv_length, p.head_dim);
@@ -168,9 +163,11 @@ struct Backward {
     const i32 row = tile * kBlockQ;
     Scores s, derivative;
     TileAddends<kR, kC> addends;
-    if constexpr (kMaskOrBias) addends.template load<true>(work, col(), row);
+    constexpr bool kEarly = kMaskOrBias && !kSoftcapOrAlibi;      // registers are few beside softcap
+    if constexpr (kEarly) addends.template load<true>(work, col(), row);
     multiply_by_transposed(s, shared + pair() * kPairRows * TileK::kRowBytes, q_tile(tile), read_q);
     scale_scores<true>(s, derivative, work, col(), row);
+    if constexpr (kMaskOrBias && !kEarly) addends.template load<true>(work, col(), row);
     if constexpr (kMaskOrBias) addends.add_to(s);
     Score lse[kC];
     read_row_numbers(lse, tile, 0);
@@ -286,12 +283,14 @@ struct Backward {
           else take_weights(acc, tile);
           block_barrier();        // dA is there; nobody reads the tile any more
           load_queries(tile - 1);
+          if constexpr (kWritesBias) BiasGradient{p, work}.store(tile, a_tile(tile));
           sum_queries(tile);
         }
       } else {
         CF_UNROLL_1
         for (i32 tile = work.tiles.stop - 1; tile >= work.tiles.start - (kSumsQueries ? 1 : 0); --tile) {
           next_tile(tile);
+          if constexpr (kWritesBias) BiasGradient{p, work}.store(tile + 1, a_tile(tile + 1));
           if (tile >= work.tiles.start) {
             if (first_of_pair()) give_weights(acc, tile);
             else take_weights(acc, tile);
