@@ -73,14 +73,17 @@ def test_gradients_are_as_exact_as_float32(cupy, monkeypatch, d, causal, q_size,
 
 @pytest.mark.parametrize("d", DIMS)
 @pytest.mark.parametrize("dtype", [np.float32, np.float64], ids=["float32", "float64"])
-def test_the_gradient_of_a_bias_that_was_not_broadcast_leaves_the_main_kernel(cupy, monkeypatch, dtype, d):
+def test_the_gradient_of_a_bias_that_was_not_broadcast_leaves_a_kernel_that_has_scores(
+    cupy, monkeypatch, dtype, d
+):
     monkeypatch.setattr(families, "FORCED", None)
     q, k, v = qkv(cupy, 2, 4, M, N, d, heads_kv=2, dtype=dtype)
     bias, mask = normal(cupy, (2, 4, M, N), dtype, 6), normal(cupy, (M, N), seed=7) > 0
     bias[:, :, 5:9, 60:] = -np.inf
     dropped = {"dropout_p": 0.3, "dropout_seed": 5}
     lengths = {"q_lengths": [M, 9], "kv_lengths": [N - 70, N]}
-    for options in (lengths, {"causal": "top_left", "mask": mask, **dropped}):
+    shaped = {"softcap": 2.0, "alibi_slopes": normal(cupy, (4,), seed=8), "query_offset": N - M}
+    for options in (lengths, {"causal": "top_left", "mask": mask, **dropped}, shaped):
         assert "backward_bias" not in cupyflash.plan(q, k, v, backward=True, bias=bias, **options).kernels
         check(q, k, v, bias=bias, **options)
         check(q, k, v, bias=bias.swapaxes(2, 3).copy().swapaxes(2, 3), **options)

@@ -200,42 +200,52 @@ def test_gradients_come_from_one_kernel_where_it_has_room():
         assert kernels_of(dtype, d) == kernels_of(dtype, d, softcap=2.0) == ("delta", "backward")
     two = ("delta", "backward_kv", "backward_q")
     assert kernels_of(np.float32, 128, 86) == kernels_of(np.float64, 128, 80) == two
-    slopes = kernels_of(alibi_slopes=np.ones(1, np.float32))
-    assert slopes[:3] == two
+    slopes = {"alibi_slopes": np.ones(1, np.float32)}
+    assert kernels_of(**slopes) == ("delta", "backward", "backward_addends", "sum_rows")
+    assert kernels_of(arch=86, d=128, **slopes) == (*two, "backward_addends", "sum_rows")
     q, k, v = qkv(np, 2, 1, 8, 8, 64)
     assert cupyflash.plan(q[:1], k, v, arch=SM90, backward=True).kernels == two
 
 
-def bias_kernels(machine):
-    return [config.kernel for config in machine.launched if config.kernel in ("backward", "backward_bias")]
+def launched(machine):
+    return {config.kernel for config in machine.launched} & {"backward", "backward_addends", "backward_bias"}
 
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("d", [64, 128])
-def test_the_gradient_of_a_bias_that_was_not_broadcast_leaves_the_main_kernel(d, dtype):
+def test_the_gradient_of_a_bias_that_was_not_broadcast_leaves_a_kernel_that_has_scores(d, dtype):
     q, k, v = qkv(np, 2, 4, 70, 150, d, heads_kv=2, dtype=dtype)
     bias = normal(np, (2, 4, 150, 70), dtype, 6).swapaxes(2, 3)
     bias[:, :, 5:9, 60:] = NEG_INF
     mask = normal(np, (70, 150), seed=7) > 0
-    dropped = {"dropout_p": 0.3, "dropout_seed": 5}
-    for options in (
-        {"q_lengths": [70, 9], "kv_lengths": [150, 80]},
-        {"causal": "top_left", "mask": mask, **dropped},
+    lengths = {"q_lengths": [70, 9], "kv_lengths": [150, 80]}
+    for options, kernels in (
+        (lengths, {"backward"}),
+        ({"causal": "top_left", "mask": mask, "dropout_p": 0.3, "dropout_seed": 5}, {"backward"}),
+        ({"softcap": 2.0, **lengths}, {"backward", "backward_addends"}),
     ):
         machine = Machine(compute_capability=SM90)
         check(q, k, v, via=vjp_on(machine), bias=bias, **options)
-        assert bias_kernels(machine) == ["backward"]
+        assert launched(machine) == kernels
 
 
 @needs_compiler
-def test_other_gradients_of_a_bias_have_a_kernel_of_their_own():
-    q, k, v = qkv(np, 2, 2, 20, 40, 64)
-    bias = normal(np, (2, 2, 20, 40), seed=6)
-    for options in ({"bias": bias[:1]}, {"bias": bias, "softcap": 2.0}):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_of_what_is_added_to_scores_have_a_kernel_of_their_own(d, dtype):
+    q, k, v = qkv(np, 2, 4, 70, 150, d, heads_kv=2, dtype=dtype)
+    bias, slopes = normal(np, (2, 4, 70, 150), dtype, 6), normal(np, (4,), np.float32, 8)
+    alone = {"bias": bias, "wrt": ("q", "bias")}
+    shaped = {"causal": "bottom_right", "softcap": 2.0, "alibi_slopes": slopes, "bias": bias}
+    for options, kernels in (
+        (alone, {"backward_addends"}),
+        (shaped | {"dropout_p": 0.3, "dropout_seed": 5}, {"backward", "backward_addends"}),
+        ({"bias": bias[:1]}, {"backward", "backward_bias"}),
+    ):
         machine = Machine(compute_capability=SM90)
         check(q, k, v, via=vjp_on(machine), **options)
-        assert bias_kernels(machine) == ["backward", "backward_bias"]
+        assert launched(machine) == kernels
 
 
 @needs_compiler

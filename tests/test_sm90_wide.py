@@ -222,7 +222,7 @@ def test_every_backward_runs_here():
     two = cupyflash.plan(q, k[:1], k, arch=90, backward=True)
     assert two.kernels == (*here[:3], *here[2:]), "keys and values have an owner each"
     slopes = cupyflash.plan(q, k, k, arch=90, backward=True, **ONE_OPTION["alibi"])
-    assert slopes.config.startswith("sm80_wide backward_q")
+    assert slopes.config.startswith("sm80_wide backward_addends")
     assert not {"split_all"} & set(
         cupyflash.plan(q, k[:, :, :0], k[:, :, :0], arch=90, backward=True).kernels
     )

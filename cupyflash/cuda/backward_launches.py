@@ -47,24 +47,24 @@ class Launches:
         """All of them, with their workspace."""
         if self.sizes.rows == 0:
             return Recipe(())
-        together = self._in_one_kernel()
-        main = (
-            together if self.family == "sm80_wide" else self.family == "sm90_wide" and {"k", "v"} & self.wrt
-        )
-        with_bias = bool(main) and self._keeps_bias()
+        together, beside = self._in_one_kernel(), self._beside_scores()
         by_sums = together and self.family == "sm80"  # dq leaves that kernel as sums
         self._reserve_rows(bool({"bias", "sinks"} & self.wrt) or not by_sums)
+        bias = beside & {"bias"}
+        if self.sizes.options[1] or not (together if self.family == "sm80_wide" else {"k", "v"} & self.wrt):
+            bias = frozenset()
         if by_sums:
             self._all_three()
         elif together:
             self._reserve("turns", ceil(4 * (1 + self.sizes.rows), self.score_bytes))
             self._delta()
-            self._all_in_turns(with_bias)
+            self._all_in_turns(bool(bias))
         else:
             self._delta()
-            self._keys_and_values(with_bias)
-            self._queries({"q", "slopes"} & self.wrt)
-        if "bias" in self.wrt and not with_bias:
+            self._keys_and_values(bool(bias))
+            self._queries({"q", "slopes"} & self.wrt - beside)
+        self._addends(beside - bias)
+        if "bias" in self.wrt - beside:
             self._bias()
         return self._finished()
 
@@ -107,15 +107,30 @@ class Launches:
         record = self._record((*LENGTHS, "out", "dout", "dlse", "delta", *dq))
         self._add(config, ceil(self.sizes.rows, config.threads // 32), record)
 
+    def _beside_scores(self) -> Set[str]:
+        """The gradients that kernels write where they have scores, of what is added to these."""
+        if self.family not in ("sm80_wide", "sm90_wide"):
+            return frozenset()
+        return {"slopes"} & self.wrt | ({"bias"} if self._keeps_bias() else set())
+
     def _keeps_bias(self) -> bool:
-        """Whether a main kernel can write the bias's gradient, if wanted: it was not broadcast, and is dA itself."""
-        if "bias" not in self.wrt or self.accumulate or self.sizes.options[1]:
+        """Whether the gradient of a bias is wanted that was not broadcast."""
+        if "bias" not in self.wrt or self.accumulate:
             return False
         if self.layouts["dbias"].dtype not in (self.sizes.dtype, np.dtype(np.float32)):
             return False
         record = self._record(("dbias",), owner="dbias")
         kept = record["own_heads"] and record["own_rows"] and record["own_cols"]
         return bool(kept) and math.prod(record["loop"].tolist()) == 1
+
+    def _addends(self, wanted: Set[str]) -> None:
+        """The gradients of what is added to scores, from a kernel of scores alone."""
+        if not wanted:
+            return
+        config, bias = self._config("backward_addends"), [f"d{name}" for name in {"bias"} & wanted]
+        record = self._record((*SCORES, "dout", *bias))
+        grid = config.geometry.blocks("backward_addends", self.sizes, own_of(record))
+        self._add(config, grid, record, {"dbias"}.difference(bias))
 
     def _all_in_turns(self, with_bias: bool) -> None:
         """All three from one kernel, dq summed in place: in turns, or (splits 0) as blocks come."""
@@ -143,7 +158,9 @@ class Launches:
     def _in_one_kernel(self) -> bool:
         """Whether dq, dk and dv come from one kernel."""
         s = self.sizes
-        if "slopes" in self.wrt or not {"q", "k", "v"} <= self.wrt or len(self._owners()) != 1:
+        if not {"q", "k", "v"} <= self.wrt or len(self._owners()) != 1:
+            return False
+        if "slopes" in self.wrt and self.family != "sm80_wide":
             return False
         if self.family in ("sm80_wide", "simt") and any(self._broadcast_axes("q")):
             return False

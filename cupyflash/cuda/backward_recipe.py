@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Set
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -42,7 +42,7 @@ class _HopperBackward(Launches):
         self._reserve_rows(bool({"bias", "sinks", "slopes"} & self.wrt))
         self._row_stats(config)
         owned = ({"k", "v"} if wide else {"q", "k", "v"}) & self.wrt
-        with_bias = bool(owned) and self._keeps_bias()
+        with_bias = bool(owned) and not self.sizes.options[1] and self._keeps_bias()
         if owned:
             self._main(kernel, config, with_bias)
         if "q" in self.wrt and wide:
@@ -83,12 +83,6 @@ class _BackwardOnPlanes(Launches):
         if not self.sizes.seqlen_k:
             self.family = "sm80_wide"
         return super().recipe()
-
-    def _queries(self, wanted: Set[str]) -> None:
-        super()._queries({"q"} & wanted)
-        own, self.family = self.family, "sm80_wide"
-        super()._queries({"slopes"} & wanted)
-        self.family = own
 
     def _delta(self) -> None:
         super()._delta()

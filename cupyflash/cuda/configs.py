@@ -44,6 +44,7 @@ ATTENTION_KERNELS = (
     "backward_q",
     "backward_kv",
     "backward_bias",
+    "backward_addends",
 )
 PREPOST = "prepost"  # what stands before and after the attention kernels of any family
 # Which of them run beside the kernels of any family, and beside whose.

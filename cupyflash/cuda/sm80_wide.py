@@ -53,7 +53,7 @@ class Geometry(NamedTuple):
         d, e, q, kv = self.head_dim, self.head_dim_v, self.block_q, self.block_kv
         if kernel == "forward":
             elements = q * d + 3 * kv * max(d, e)
-        elif kernel == "backward_q":
+        elif kernel in BY_QUERIES:
             elements = (q + 2 * kv) * (d + e) + 2 * q
         else:
             stages, sums = self.stages, self.stages if kernel == "backward" else 0
@@ -102,6 +102,7 @@ class Geometry(NamedTuple):
 
 SMALL_HEAD_DIM = 64
 BY_KEYS = ("backward", "backward_kv")  # whose blocks own keys
+BY_QUERIES = ("backward_q", "backward_addends")
 
 
 def _padded(head_dim: int, unit: int) -> int:
@@ -143,6 +144,7 @@ _ROWS = {
         _row(256, 1, 16, 64, 128),
     ),
     ("backward_q", 4, PLAIN): (_row(128, 2, 64, 32, 64), _row(128, 2, 64, 16, 128)),
+    ("backward_addends", 4, PLAIN): (_row(128, 2, 64, 32, 64), _row(128, 2, 64, 16, 128)),
     ("backward_kv", 4, PLAIN): (_row(128, 2, 16, 64, 64), _row(256, 1, 32, 64, 128)),
     ("backward_kv", 4, ANY): (_row(128, 2, 32, 32, 64), _row(256, 1, 16, 64, 128)),
     ("forward", 8, PLAIN): (
@@ -163,6 +165,11 @@ _ROWS = {
         _row(64, 1, 32, 16, 128),
     ),
     ("backward_q", 8, ANY): (_row(128, 2, 64, 16, 64),),
+    ("backward_addends", 8, PLAIN): (
+        _row(128, 2, 64, 16, 64),
+        _row(128, 1, 64, 16, 128),
+        _row(64, 1, 32, 16, 128),
+    ),
     ("backward_kv", 8, ANY): (_row(128, 2, 16, 32, 64),),
     ("backward_kv", 8, PLAIN): (
         _row(128, 2, 16, 32, 64),
@@ -180,7 +187,7 @@ def heads_in_turns(heads_kv: int) -> int:
     return max(n for n in range(1, min(heads_kv, MOST_HEADS_IN_TURNS) + 1) if heads_kv % n == 0)
 
 
-KERNELS = ("forward", "backward", "backward_q", "backward_kv")
+KERNELS = ("forward", "backward", *BY_QUERIES, "backward_kv")
 
 
 def _rows(kernel: str, score_bytes: int, options: tuple[bool, ...]) -> tuple[Geometry, ...]:
