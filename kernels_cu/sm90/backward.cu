@@ -206,10 +206,10 @@ struct Consumer : ConsumerBase {
     if (leader() && at_last()) mbarrier_arrive(shared_address(&control.v_free));
     const auto weight = [&](int n) { return kRoundedWeights ? entry_of(weights, n) : s[n]; };
     const auto removed = [&](int n) { return is_dropped(dropped, n); };
-    gradients_of(ds, dp, weight, removed, derivative, at, delta, delta_at, thread);
+    gradients_of(ds, dp, weight, removed, derivative, at, edge, delta, delta_at, shared_address(control.zeros), thread);
     store_bias_entries(dp, at);
     if constexpr (!kRoundedWeights) round_to(weights, s), round_to(ds, dp);
-    if (kPlainScores && edge) remove_unseen(ds, weights);
+    if (kRemovedLate && edge) remove_unseen(ds, weights);
     if constexpr (kDropout) remove_dropped(weights, dropped);
     if constexpr (kStoreFirst) give_gradients(ds);
     bar_sync(kTurn + number, 256);

@@ -98,8 +98,9 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     bar_arrive(kTaken + place_of_weights(), 256);
     const auto weight = [&](int n) { return kDropout ? absolute(entry_of(weights, n)) : entry_of(weights, n); };
     const auto dropped = [&](int n) { return entry_of(weights, n) < 0.0f; };
-    gradients_of(ds, s, weight, dropped, derivative, at, delta, control.delta_of(ring.stage()), thread);
-    if (kPlainScores && edge) remove_unseen(ds, weights);
+    gradients_of(ds, s, weight, dropped, derivative, at, edge, delta, control.delta_of(ring.stage()),
+                 shared_address(control.zeros), thread);
+    if (kRemovedLate && edge) remove_unseen(ds, weights);
     store_bias_entries(s, at);
     if (writes_bias(false)) {              // through where derivatives would be
       store_gradients(ds, derivatives_at(), 0);

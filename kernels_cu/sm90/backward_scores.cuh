@@ -229,7 +229,7 @@ CF_DEVICE void remove_dropped(Operand& weights, u32 dropped) {
   for (int n = 0; n < kScores / 2; ++n) weights[n] &= ~prmt(dropped << (15 - n), 0, 0xbb99u);
 }
 
-// What is never seen gets 0, whatever its gain is: NaN, or that of an infinite dlse. Of rounded weights and gradients.
+// Of gradients rounded like their weights: what is never seen gets 0, whatever its gain is.
 CF_DEVICE void remove_unseen(Operand& ds, const Operand& weights) {
   CF_UNROLL
   for (int n = 0; n < kScores / 2; ++n) {
@@ -237,12 +237,22 @@ CF_DEVICE void remove_unseen(Operand& ds, const Operand& weights) {
     if ((weights[n] & 0x7fff0000u) == 0) ds[n] &= 0xffffu;
   }
 }
+constexpr bool kRemovedLate = kPlainScores && kDropout;      // by this; else gradients_of does it
 
-// dA of a tile from its weights, dP in dp, and delta of its queries (at `from`, if not loaded early). Of plain scores what is
-// not seen is still to be removed.
+// dA of a tile from its weights, dP in dp, and delta of its queries (at `from`, if not loaded early). `edge`: some key is
+// not seen by some query; the gain of such a key, NaN or infinite as it may be, becomes 0.
 template <class Weight, class Dropped>
 CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped dropped, const Operand& derivative, const Place& at,
-                            RowNumbers& delta, u32 from, i32 thread) {
+                            bool edge, RowNumbers& delta, u32 from, u32 zeros, i32 thread) {
+  if (kPlainScores && !kDropout && edge) {                 // gains are formed here, and below they have no delta
+    CF_UNROLL
+    for (int n = 0; n < kScores; ++n) {
+      if (!kLoadEarly && n % 4 == 0) delta.load(from, n / 4, thread);
+      dp[n] = weight(n) == 0.0f ? 0.0f : dp[n] - delta.of(n);
+    }
+    from = zeros;
+    if constexpr (kLoadEarly) delta = RowNumbers{};
+  }
   const float kept = kDropout ? dropout_scale<float>(at.p) : 1.0f;
   CF_UNROLL
   for (int j = 0; j < kScores / 4; ++j) {
@@ -254,7 +264,7 @@ CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped drop
       if constexpr (kDropout) gain = fused(dropped(n) ? 0.0f : dp[n], kept, -own_delta);
       dp[n] = weight(n) * gain;
       if constexpr (kSoftcapOrAlibi) dp[n] *= entry_of(derivative, n);
-      if constexpr (!kPlainScores) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];      // as remove_unseen
+      if constexpr (!kPlainScores) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
     }
     if constexpr (kRoundedWeights) {
       ds[2 * j] = cvt_rn_x2<Element>(dp[4 * j], dp[4 * j + 1]);
