@@ -29,11 +29,11 @@ struct Place { i32 row, col; };
 
 // acc = a b^T over a head dim, chunk by chunk.
 CF_DEVICE void products(Tile::Scores& acc, SharedStorage& smem, const TensorRows& a, const TensorRows& b, const Place& at,
-                        i32 width) {
+                        i32 width, Score factor = Score(1)) {
   clear(acc);
   for (i32 chunk = 0; chunk * kChunk < width; ++chunk) {
     block_barrier();                       // the chunk before has been read
-    load_queries<Tile>(smem.a, a, smem.work, at.row, chunk, width);
+    load_queries<Tile>(smem.a, a, smem.work, at.row, chunk, width, factor);
     load_keys<Tile>(smem.b, b, smem.work, at.col, chunk, width);
     block_barrier();                       // the chunk is there
     multiply_by_transposed<kQ, kK, kLanesY * kRow, kLanesX * kRow>(acc, smem.a + lane_y() * kRow,
@@ -63,7 +63,7 @@ CF_DEVICE void add_tile(Tile::Scores& sum, SharedStorage& smem, const Params& p,
   Tile::Scores weights, dp;
   load_row_numbers<Tile>(smem.lse, smem.delta, work, at.row);
   if constexpr (kMaskOrBias) AddendTile<Tile>::stage(smem.tile, work.addends, work.sight, at.row, at.col);
-  products(weights, smem, work.q, work.k, at, p.head_dim);
+  products(weights, smem, work.q, work.k, at, p.head_dim, work.terms.scale);
   weigh(weights, smem, at);
   products(dp, smem, work.dout, work.v, at, p.head_dim_v);
   const Tile::Bits kept = kDropout ? Tile::keep_bits(work.dropout, at.row, at.col) : 0;

@@ -58,13 +58,13 @@ CF_DEVICE bool is_streamed(i32 width, i32 fits) { return kStreamed && width > fi
 // acc = a b^T over a head dim: q and k for the scores, dout and v for dP. What is streamed is loaded on the way.
 template <int kWidth>
 CF_DEVICE void products(Tile::Scores& acc, Score* a, Score* b, const TensorRows& a_rows, const TensorRows& b_rows,
-                        const Work& work, i32 row, i32 width) {
+                        const Work& work, i32 row, i32 width, Score factor = Score(1)) {
   const bool streamed = is_streamed(width, kWidth);
   clear(acc);
   for (i32 chunk = 0; chunk * kChunk < width; ++chunk) {
     if (streamed) {
       block_barrier();                     // the chunk before has been read
-      load_queries<Tile>(a, a_rows, work, row, chunk, width);
+      load_queries<Tile>(a, a_rows, work, row, chunk, width, factor);
       load_keys<Tile>(b, b_rows, work, work.first, chunk, width);
       block_barrier();                     // the chunk is there
     }
@@ -78,10 +78,10 @@ CF_DEVICE void products(Tile::Scores& acc, Score* a, Score* b, const TensorRows&
 // Columns of q or dout that this block's dk or dv is made of, after all of them have streamed through panel 0.
 template <int kCount>
 CF_DEVICE void load_own_columns(Score (&panels)[kCount][kBlockQ * kRow], const TensorRows& rows, const Work& work, i32 row,
-                                i32 width) {
+                                i32 width, Score factor = Score(1)) {
   block_barrier();                         // the last chunk has been read
   for (i32 panel = 0; panel < kCount && (work.split * kCount + panel) * kChunk < width; ++panel) {
-    load_queries<Tile>(panels[panel], rows, work, row, work.split * kCount + panel, width);
+    load_queries<Tile>(panels[panel], rows, work, row, work.split * kCount + panel, width, factor);
   }
   block_barrier();                         // the columns are there
 }
@@ -91,7 +91,7 @@ CF_DEVICE void load_tile_of_queries(SharedStorage& smem, const Params& p, i32 ro
   const Work& work = smem.work;
   load_row_numbers<Tile>(smem.lse, smem.delta, work, row);
   for (i32 chunk = 0; !is_streamed(p.head_dim, kHeadDim) && chunk * kChunk < p.head_dim; ++chunk) {
-    load_queries<Tile>(smem.q[chunk], work.q, work, row, chunk, p.head_dim);
+    load_queries<Tile>(smem.q[chunk], work.q, work, row, chunk, p.head_dim, work.terms.scale);
   }
   for (i32 chunk = 0; !is_streamed(p.head_dim_v, kHeadDimV) && chunk * kChunk < p.head_dim_v; ++chunk) {
     load_queries<Tile>(smem.dout[chunk], work.dout, work, row, chunk, p.head_dim_v);
@@ -221,7 +221,7 @@ CF_DEVICE void add_tile(Score (&dk)[kK][kCols], Score (&dv)[kK][kColsV], SharedS
   load_tile_of_queries(smem, p, row);
   block_barrier();                         // the tile and the addends are there
   Tile::Scores scores;
-  products<kHeadDim>(scores, smem.q[0], smem.k[0], work.q, work.k, work, row, p.head_dim);
+  products<kHeadDim>(scores, smem.q[0], smem.k[0], work.q, work.k, work, row, p.head_dim, work.terms.scale);
   const Tile::Bits kept = kDropout ? Tile::keep_bits(work.dropout, row, work.first) : 0;
   weigh(scores, smem, row, kept);
   if (p.call.dv != nullptr) {
@@ -237,7 +237,7 @@ CF_DEVICE void add_tile(Score (&dk)[kK][kCols], Score (&dv)[kK][kColsV], SharedS
   products<kHeadDimV>(scores, smem.dout[0], smem.v[0], work.dout, work.v, work, row, p.head_dim_v);
   if (!kDropout && !kSoftcapOrAlibi) warp_barrier();       // P has been read
   differentiate(scores, smem, p, Tile::Bits(opaque(kept)));      // its bits are not worth 32 registers
-  if (is_streamed(p.head_dim, kHeadDim)) load_own_columns(smem.q, work.q, work, row, p.head_dim);
+  if (is_streamed(p.head_dim, kHeadDim)) load_own_columns(smem.q, work.q, work, row, p.head_dim, work.terms.scale);
   if (kSums) block_barrier();              // dA is there for everyone
   else warp_barrier();                     // dA is there
   add_product(dk, smem, smem.q[0]);
@@ -307,7 +307,7 @@ CF_DEVICE void backward_of_keys(const Params& p) {
     }
   }
   if (p.call.dk != nullptr) {
-    store<kHeadDim>(dk, Score(p.call.scale), smem, p.call.dk, p.dk, p.dk_kind, p.head_dim, p);
+    store<kHeadDim>(dk, Score(1), smem, p.call.dk, p.dk, p.dk_kind, p.head_dim, p);
   }
   if (p.call.dv != nullptr) {
     const Score scale = kDropout ? dropout_scale<Score>(p) : Score(1);

@@ -40,7 +40,7 @@ CF_DEVICE void load_resident(SharedStorage& smem, const Params& p) {
   const Work& work = smem.work;
   load_row_numbers<Tile>(smem.lse, smem.delta, work, work.first);
   for (i32 chunk = 0; !is_streamed(p.head_dim, kHeadDim) && chunk * kChunk < p.head_dim; ++chunk) {
-    load_queries<Tile>(smem.q[chunk], work.q, work, work.first, chunk, p.head_dim);
+    load_queries<Tile>(smem.q[chunk], work.q, work, work.first, chunk, p.head_dim, work.terms.scale);
   }
   for (i32 chunk = 0; !is_streamed(p.head_dim_v, kHeadDimV) && chunk * kChunk < p.head_dim_v; ++chunk) {
     load_queries<Tile>(smem.dout[chunk], work.dout, work, work.first, chunk, p.head_dim_v);
@@ -56,7 +56,7 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i
   for (i32 chunk = 0; chunk < chunks; ++chunk) {
     if (streamed || chunk == 0) {
       block_barrier();                     // the tiles that this overwrites have been read
-      if (streamed) load_queries<Tile>(smem.q[0], work.q, work, work.first, chunk, p.head_dim);
+      if (streamed) load_queries<Tile>(smem.q[0], work.q, work, work.first, chunk, p.head_dim, work.terms.scale);
       for (i32 panel = 0; panel < (streamed ? 1 : chunks); ++panel) {
         load_keys<Tile>(smem.k[panel], work.k, work, col, chunk + panel, p.head_dim);
       }

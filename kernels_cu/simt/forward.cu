@@ -40,7 +40,7 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i
   for (i32 chunk = 0; chunk * kChunk < p.head_dim; ++chunk) {
     block_barrier();                     // the tiles that this overwrites have been read
     load_keys<Tile>(smem.k, work.k, work, col, chunk, p.head_dim);
-    if (streamed) load_queries<Tile>(smem.q[0], work.q, work, work.first, chunk, p.head_dim);
+    if (streamed) load_queries<Tile>(smem.q[0], work.q, work, work.first, chunk, p.head_dim, work.terms.scale);
     if (chunk == 0) {
       const i32 col_v = work.split * kHeadDimV;
       load_tile<kBlockKV, kHeadDimV, kHeadDimV, Tile::Keys>(smem.v, work.v, col, work.sight.kv_length, col_v,
@@ -79,6 +79,27 @@ CF_DEVICE void store_weights(const Tile::Scores& weights, SharedStorage& smem, i
   }
 }
 
+// acc = acc * factor + weights v; rounded once a tile where products are summed apart: the scores' registers are free.
+CF_DEVICE void add_values(Score (&acc)[kQ][kCols], const Score (&factor)[kQ], const SharedStorage& smem) {
+  const auto add_products = [&](Score (&to)[kQ][kCols]) {
+    multiply<false, kQ, kCols, kBlockKV, kLanesY * Tile::kStep, kHeadDimV, kHeadDimV, 0>(
+        to, smem.weights + lane_y() * Tile::kStep, smem.v + kVec * lane_x());
+  };
+  if constexpr (kSumsApart) {
+    Score sums[kQ][kCols];
+    clear(sums);
+    add_products(sums);
+    CF_UNROLL
+    for (int n = 0; n < kQ * kCols; ++n) {
+      Score& to = acc[n / kCols][n % kCols];
+      to = fused(to, factor[n / kCols], sums[n / kCols][n % kCols]);
+    }
+  } else {
+    scale_rows(acc, factor);
+    add_products(acc);
+  }
+}
+
 // lse of the block's rows, if asked for, and what each row's accumulated output must be multiplied by.
 CF_DEVICE void finish_rows(OnlineSoftmax<Score, kQ, RowLanes>& softmax, Score (&factor)[kQ], const Params& p,
                            const Work& work) {
@@ -113,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) cupyflash_forward(cons
   if (thread_index() == 0) describe(smem.work, p);
   block_barrier();                       // the description is there
   for (i32 chunk = 0; !(kStreamed && p.head_dim > kHeadDim) && chunk * kChunk < p.head_dim; ++chunk) {
-    load_queries<Tile>(smem.q[chunk], work.q, work, work.first, chunk, p.head_dim);
+    load_queries<Tile>(smem.q[chunk], work.q, work, work.first, chunk, p.head_dim, work.terms.scale);
   }
 
   Score acc[kQ][kCols], factor[kQ];
@@ -125,12 +146,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) cupyflash_forward(cons
     products(s, smem, p, col);
     shape_scores(s, smem, col);
     softmax.update(s, factor);
-    scale_rows(acc, factor);
     warp_barrier();                      // the weights before have been read
     store_weights(s, smem, col);
     warp_barrier();                      // the weights are there
-    multiply<false, kQ, kCols, kBlockKV, kLanesY * Tile::kStep, kHeadDimV, kHeadDimV, 0>(
-        acc, smem.weights + lane_y() * Tile::kStep, smem.v + kVec * lane_x());
+    add_values(acc, factor, smem);
   }
   finish_rows(softmax, factor, p, work);
   scale_or_zero_rows(acc, factor);

@@ -45,12 +45,11 @@ template <bool kQueriesOnY> struct ScoreTile {
     }
   }
 
-  // Products of query q become scores, -inf where it does not see a key. `staged` holds the addends, `whole` says that
-  // every query of the tile sees every key as far as positions and lengths go. `derivative` is d(c)/d(a).
+  // Products of query q, scaled before, become scores, -inf where it does not see a key. `staged` holds the addends,
+  // `whole` says that every query of the tile sees every key as far as positions and lengths go. `derivative` is
+  // d(c)/d(a).
   static CF_DEVICE void shape(int q, Score (&s)[kK], Score (&derivative)[kK], const ScoreTerms<Score>& terms,
                               const Score* staged, const Visibility& sight, i32 row, i32 col, bool whole) {
-    CF_UNROLL
-    for (int k = 0; k < kK; ++k) s[k] = times(terms.scale, s[k]);
     if constexpr (kSoftcapOrAlibi) apply_terms(q, s, derivative, terms, row + sight.offset - col);
     if constexpr (kMaskOrBias) {
       CF_UNROLL

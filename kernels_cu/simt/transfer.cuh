@@ -13,16 +13,18 @@ using TensorRows = Rows<const Element>;
 CF_DEVICE i64 magnitude(i64 x) { return x < 0 ? -x : x; }
 CF_DEVICE constexpr bool is_power_of_two(i32 x) { return (x & (x - 1)) == 0; }
 
-CF_DEVICE Vector widened(const ElementVector& x) {
+CF_DEVICE Vector widened(const ElementVector& x, Score factor) {
   Vector wide;
   CF_UNROLL
-  for (int n = 0; n < kVec; ++n) wide.value[n] = convert<Score>(x.value[n]);
+  for (int n = 0; n < kVec; ++n) wide.value[n] = convert<Score>(x.value[n]) * factor;
   return wide;
 }
 
-// Rows row + index(slot) below row_stop and columns [col, col_stop) go to `tile`, kStep scores a slot. All threads.
+// Rows row + index(slot) below row_stop and columns [col, col_stop), times a factor, go to `tile`, kStep scores a slot.
+// All threads.
 template <int kSlots, int kWidth, int kStep, class Slots>
-CF_DEVICE void load_tile(Score* tile, const TensorRows& from, i32 row, i32 row_stop, i32 col, i32 col_stop) {
+CF_DEVICE void load_tile(Score* tile, const TensorRows& from, i32 row, i32 row_stop, i32 col, i32 col_stop,
+                         Score factor = Score(1)) {
   const TensorRows rows{in_global(from.base), from.row_stride, from.col_stride};
   constexpr i32 kGroups = kWidth / kVec, kAtOnce = kThreads / kGroups, kMoves = kSlots / kAtOnce;
   static_assert(is_power_of_two(kGroups) && is_power_of_two(kAtOnce) && kSlots % kAtOnce == 0, "slots part by bits");
@@ -45,7 +47,7 @@ CF_DEVICE void load_tile(Score* tile, const TensorRows& from, i32 row, i32 row_s
       }
       CF_UNROLL
       for (int n = 0; n < kBatch; ++n) {
-        *reinterpret_cast<Vector*>(tile + (slot + (first + n) * kAtOnce) * kStep + group) = widened(batch[n]);
+        *reinterpret_cast<Vector*>(tile + (slot + (first + n) * kAtOnce) * kStep + group) = widened(batch[n], factor);
       }
     }
     return;
@@ -58,7 +60,7 @@ CF_DEVICE void load_tile(Score* tile, const TensorRows& from, i32 row, i32 row_s
     const i32 r = row + Slots::index(s);
     if (c >= width) continue;
     const bool inside = r < row_stop && col + c < col_stop;
-    tile[s * kStep + c] = inside ? convert<Score>(*rows.at(r, col + c)) : Score(0);
+    tile[s * kStep + c] = inside ? convert<Score>(*rows.at(r, col + c)) * factor : Score(0);
   }
 }
 

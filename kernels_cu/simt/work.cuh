@@ -61,11 +61,13 @@ CF_DEVICE Interval keys_of_all_live_rows(const Work& work) {
   return work.sight.keys_of_all(work.first, smaller(work.first + kBlockQ, work.sight.q_length));
 }
 
-// kChunk columns of a tile of queries (of q or dout) or of keys (of k or v), of head dim `width`. All threads.
+// kChunk columns of a tile of queries (of q, times the scale, or of dout) or of keys (of k or v), of head dim `width`.
+// All threads.
 template <class Tile>
-CF_DEVICE void load_queries(Score* panel, const TensorRows& rows, const Work& work, i32 row, i32 chunk, i32 width) {
+CF_DEVICE void load_queries(Score* panel, const TensorRows& rows, const Work& work, i32 row, i32 chunk, i32 width,
+                            Score factor = Score(1)) {
   load_tile<kBlockQ, kChunk, kRow, typename Tile::Queries>(panel, rows, row, work.sight.q_length, chunk * kChunk,
-                                                           smaller((chunk + 1) * kChunk, width));
+                                                           smaller((chunk + 1) * kChunk, width), factor);
 }
 
 template <class Tile>
