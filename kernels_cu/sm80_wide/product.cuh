@@ -12,6 +12,7 @@
 // float as three products of TF32: x = big + small, both with 11 bits; big * big + big * small + small * big loses 2^-22.
 // Tensor cores cut sums where floats are rounded, so the 16 places of a step are summed there and no more.
 #pragma once
+#include "core/cut.cuh"
 #include "sm80_wide/tile.cuh"
 
 constexpr i32 kAtOnce = sizeof(Element) == 8 ? 1 : kChunk;      // elements that a lane reads at once
@@ -147,9 +148,7 @@ CF_DEVICE void ld_shared_pair(double& x, double& y, u32 address) {
 CF_DEVICE bool has_sign(float x) { return bits_of(x) >> 31 != 0; }
 CF_DEVICE bool has_sign(double x) { return high_word(x) >> 31 != 0; }
 
-// A finished sum times a factor. Tensor cores cut sums of floats toward zero, by about a unit in the last place: half of it
-// is given back, which leaves sums that were exact as they are.
-CF_DEVICE float finished(float sum, float factor) { return fused(sum, factor, sum * (factor * 0x1p-25f)); }
+// A result, times a factor.
 CF_DEVICE double finished(double sum, double factor) { return sum * factor; }
 
 template <int kRows, int kCols> CF_DEVICE void finish_by(Element (&acc)[kRows][kCols], Element factor) {
@@ -250,8 +249,8 @@ template <class T, int kR, int kC> CF_DEVICE void repair(Element (&acc)[kR][kC],
 }
 
 // acc = a b^T over all columns: 8 kR rows at address a, 4 kC rows at b, each a multiple of 8 rows into its tile; rows of
-// both are as those of T.
-template <class T, int kR, int kC>
+// both are as those of T. kScores: of queries and keys.
+template <bool kScores, class T, int kR, int kC>
 CF_DEVICE void multiply_by_transposed(Element (&acc)[kR][kC], u32 a, u32 b, const ColumnReader<T>& read) {
   constexpr int kT = kR / 2, kN = smaller(kChains / kT, kC / 2);
   clear(acc);
@@ -280,13 +279,16 @@ CF_DEVICE void multiply_by_transposed(Element (&acc)[kR][kC], u32 a, u32 b, cons
     }
   }
   if constexpr (!kRoundedSums) {
-    float probe = 0.0f;
-    CF_UNROLL
-    for (int u = 0; u < kR; ++u) {
+    constexpr bool kCut = kProducts == 3;        // of one product nothing is worth giving back
+    constexpr float kPart = part_cut(2);         // a step's large products are two
+    float(&sums)[kR * kC] = reinterpret_cast<float(&)[kR * kC]>(acc);
+    if constexpr (kCut && kScores) {
+      restore_products(sums, kPart, [&] { repair<T>(acc, a, b); });
+    } else {
+      if (vote_any(any_lost(sums))) repair<T>(acc, a, b);
       CF_UNROLL
-      for (int w = 0; w < kC; ++w) probe = fused(acc[u][w], 0.0f, probe);
+      for (int n = 0; n < kR * kC; ++n) sums[n] = kCut ? restored(sums[n], kPart) : sums[n];
     }
-    if (vote_any(probe != probe)) repair<T>(acc, a, b);
   }
 }
 

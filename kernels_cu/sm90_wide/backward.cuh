@@ -138,7 +138,7 @@ struct Target {
         const i32 h = n / 2 % 2, at = first + n / 4 * 8 + col;
         if (row + 8 * h >= row_stop) continue;
         const bool live = h == 0 ? live0 : live1;
-        const float low = live ? d[n] * factor : 0.0f, high = live ? d[n + 1] * factor : 0.0f;
+        const float low = live ? finished(d[n], factor) : 0.0f, high = live ? finished(d[n + 1], factor) : 0.0f;
         float* to = rows.at(row + 8 * h, at);
         if (pairs) {
           if (at < col_stop) *reinterpret_cast<Packed<float, 2>*>(to) = {{low, high}};

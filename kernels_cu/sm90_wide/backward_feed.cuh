@@ -6,6 +6,7 @@
 #pragma once
 #include "attn/backward_rows.cuh"
 #include "attn/schedule.cuh"
+#include "core/cut.cuh"
 #include "core/panels.cuh"
 #include "core/planes.cuh"
 

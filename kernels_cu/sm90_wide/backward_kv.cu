@@ -171,7 +171,7 @@ template <bool kOfKeys, bool kOfValues> struct Consumer {
     load_per_query(delta, stats + kTileRows);
     CF_UNROLL
     for (int n = 0; n < kScores; ++n) {
-      float gain = dp[n];
+      float gain = restored(dp[n], part_cut(kHeadDimV / 16));
       if constexpr (kDropout) gain = factors[n] < 0.0f ? 0.0f : times(gain, kept);
       const float ds = times(absolute(factors[n]), gain - delta[n / 4 * 2 + n % 2]);
       dp[n] = factors[n] == 0.0f ? 0.0f : ds;    // whatever lies there
@@ -231,10 +231,10 @@ template <bool kOfKeys, bool kOfValues> struct Consumer {
         CF_UNROLL
         for (u32 n = 0; n < kPlanes; ++n) planes.release(of_q.after(n));
       }
-      if (vote_any(any_lost(s))) {
+      restore_products(s, part_cut(kHeadDim / 16), [&] {
         CF_UNROLL
         for (int n = 0; n < kScores; ++n) s[n] = recovered(s[n], stats[n / 4 * 8 + n % 2]);
-      }
+      });
       Operand left;
       scorer.cap(s, at);
       if (edge) scorer.look(at);

@@ -36,15 +36,6 @@ CF_DEVICE float weight(float score, float lse) {
   return kMaskOrBias && score == -Limits<float>::infinity() ? 0.0f : w;          // lse may be no number
 }
 
-// Whether some product is infinite or no number.
-CF_DEVICE bool any_lost(const Scores& s) {
-  float probe[4] = {};
-  CF_UNROLL
-  for (int n = 0; n < kScores; ++n) probe[n % 4] = fused(s[n], 0.0f, probe[n % 4]);
-  const float sum = (probe[0] + probe[1]) + (probe[2] + probe[3]);
-  return sum != sum;
-}
-
 // What overflows is infinite in one product of planes and of either sign in another. Under a finite lse it was -inf;
 // under any other the row has no weights that are numbers.
 CF_DEVICE float recovered(float product, float lse) {

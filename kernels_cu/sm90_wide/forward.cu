@@ -114,7 +114,7 @@ struct Consumer {
 
   // Scores become weights, those that dropout removes 0. Whether the references have moved.
   CF_DEVICE bool to_weights(Scores& s, const Work& work, bool left_edge, bool right_edge) {
-    if (vote_any(any_lost(s))) recover(s, p, work, row, n * kBlockKV + col);
+    restore_products(s, part_cut(kHeadDim / 16), [&] { recover(s, p, work, row, n * kBlockKV + col); });
     shape(s, p, launch, work, row, n * kBlockKV + col);
     if (left_edge || right_edge) select(s, work, row, n * kBlockKV + col, left_edge);
     float top[2];
@@ -179,7 +179,8 @@ struct Consumer {
       CF_UNROLL
       for (int j = 0; j < kHeadDimV / 8; ++j) {
         const i32 at = 8 * j + col;
-        const float low = zero ? 0.0f : o[4 * j + 2 * h] * factor, high = zero ? 0.0f : o[4 * j + 2 * h + 1] * factor;
+        const float low = zero ? 0.0f : finished(o[4 * j + 2 * h], factor);
+        const float high = zero ? 0.0f : finished(o[4 * j + 2 * h + 1], factor);
         if (pairs) {
           if (at < p.head_dim_v) *reinterpret_cast<Packed<float, 2>*>(out_rows.at(own, at)) = {{low, high}};
         } else {

@@ -3,6 +3,7 @@
 // A plane of a tile is laid out as sm90/pipeline.cuh describes. Keys and values come plane by plane into a ring of
 // slots, lo first; queries stay, every consumer's 64 rows in all three planes.
 #pragma once
+#include "core/cut.cuh"
 #include "core/planes.cuh"
 #include "sm90/pipeline.cuh"
 #include "sm90_wide/scores.cuh"
@@ -42,15 +43,8 @@ template <int kPlane> CF_DEVICE void start_scores(Scores& s, u32 q, u32 k) {
   wgmma_commit_group();
 }
 
-// An overflow is infinite in one product and of either sign in another: whether some score came out infinite or NaN.
-CF_DEVICE bool any_lost(const Scores& s) {
-  float probe = 0.0f;
-  CF_UNROLL
-  for (int n = 0; n < kScores; ++n) probe = fused(s[n], 0.0f, probe);
-  return probe != probe;
-}
-
-// Those scores are formed from q and k as they are. (row, col) is the place of this thread's entry 0.
+// Scores that an overflow made infinite, of either sign, or no numbers are formed from q and k as they are. (row, col) is
+// the place of this thread's entry 0.
 CF_DEVICE void recover(Scores& s, const Params& p, const Work& work, i32 row, i32 col) {
   const Rows<const float> q = rows_of<const float>(p.call.q, p.q, work.item, work.head);
   const Rows<const float> k = rows_of<const float>(p.call.k, p.k, work.item, work.head_kv);

@@ -1,0 +1,41 @@
+// Sums of floats on tensor cores, which cut toward zero where floats are rounded.
+//
+// A cut takes 0.72 * 2^-24 of a sum on average. What many products have lost together is given back at once: the part of
+// their sum that is expected. Without that, errors point one way: scores that are all too small make flat weights.
+#pragma once
+#include "core/numeric.cuh"
+#include "core/ptx_sm80.cuh"
+
+// Of a sum over `steps` of like products, whose cuts meet parts of it that grow evenly.
+CF_DEVICE constexpr float part_cut(int steps) { return 0.36f * 0x1p-24f * float(steps + 1); }
+CF_DEVICE float restored(float sum, float part) { return fused(sum, part, sum); }
+
+// Whether some sum is infinite or no number.
+template <int kCount> CF_DEVICE bool any_lost(const float (&sums)[kCount]) {
+  float probe[4] = {};
+  CF_UNROLL
+  for (int n = 0; n < kCount; ++n) probe[n % 4] = fused(sums[n], 0.0f, probe[n % 4]);
+  const float sum = (probe[0] + probe[1]) + (probe[2] + probe[3]);
+  return sum != sum;
+}
+
+// Products of queries and keys, each restored if it is below kLargeProduct: from there on they may be whole numbers that
+// differ by little. `recover` mends those that are lost in some lane of the warp.
+constexpr float kLargeProduct = 128.0f;
+template <int kCount, class Recover> CF_DEVICE void restore_products(float (&s)[kCount], float part, Recover recover) {
+  float squares[4] = {};
+  CF_UNROLL
+  for (int n = 0; n < kCount; ++n) squares[n % 4] = fused(s[n], s[n], squares[n % 4]);
+  const float sum = (squares[0] + squares[1]) + (squares[2] + squares[3]);
+  if (vote_any(!(sum < kLargeProduct * kLargeProduct))) {
+    if (vote_any(any_lost(s))) recover();
+    CF_UNROLL
+    for (int n = 0; n < kCount; ++n) s[n] = absolute(s[n]) < kLargeProduct ? restored(s[n], part) : s[n];
+  } else {
+    CF_UNROLL
+    for (int n = 0; n < kCount; ++n) s[n] = restored(s[n], part);
+  }
+}
+
+// A result, times a factor. It gets back half a unit of its last place, which leaves sums that were exact as they are.
+CF_DEVICE float finished(float sum, float factor) { return fused(sum, factor, sum * (factor * 0x1p-25f)); }
