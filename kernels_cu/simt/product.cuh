@@ -25,10 +25,11 @@ template <int kR, int kCols> CF_DEVICE void clear(Score (&acc)[kR][kCols]) {
   }
 }
 
-// acc[q][k] += sum over c < depth of a[q][c] * b[k][c]. Thread row q begins at a + q * kStepA, k at b + k * kStepB.
-template <int kQ, int kK, int kStepA, int kStepB>
+// acc[q][k] += sum over c < depth of a[q][c] * b[k][c]. Thread row q begins at a + q * kStepA, k at b + k * kStepB. The
+// loop's body is kAtOnce steps long.
+template <int kQ, int kK, int kStepA, int kStepB, int kAtOnce = 1>
 CF_DEVICE void multiply_by_transposed(Score (&acc)[kQ][kK], const Score* a, const Score* b, i32 depth) {
-  CF_UNROLL_1
+  CF_UNROLL_BY(kAtOnce)
   for (i32 c = 0; c < depth; c += kVec) {
     if constexpr (kQ <= kK) {      // the shorter side waits in registers, the longer one streams
       Vector rows[kQ];
@@ -64,7 +65,7 @@ CF_DEVICE void multiply_by_transposed(Score (&acc)[kQ][kK], const Score* a, cons
 // b + k * kStepB. A thread has kVec neighbouring columns of every group of kLanesX * kVec; b points to its first ones,
 // group g is kPanel / (kLanesX * kVec) groups to a panel, panels kPanelStep apart. kApart: products are summed apart,
 // group by group, and their sum is added once, so that a sum over many tiles is rounded once a tile and not once a product.
-template <bool kApart, int kR, int kCols, int kDepth, int kStepA, int kStepB, int kPanel, int kPanelStep>
+template <bool kApart, int kR, int kCols, int kDepth, int kStepA, int kStepB, int kPanel, int kPanelStep, int kAtOnce = 1>
 CF_DEVICE void multiply(Score (&acc)[kR][kCols], const Score* a, const Score* b) {
   constexpr int kGroup = kLanesX * kVec, kWidth = kApart ? kVec : kCols;
   static_assert(kPanel % kGroup == 0, "a group lies within a panel");
@@ -73,7 +74,7 @@ CF_DEVICE void multiply(Score (&acc)[kR][kCols], const Score* a, const Score* b)
     Score sums[kR][kWidth];
     CF_UNROLL
     for (int n = 0; n < kR * kWidth; ++n) sums[n / kWidth][n % kWidth] = kApart ? Score(0) : acc[n / kWidth][n % kWidth];
-    CF_UNROLL_1
+    CF_UNROLL_BY(kAtOnce)
     for (i32 k = 0; k < kDepth; k += kVec) {
       Vector rows[kR];
       CF_UNROLL
