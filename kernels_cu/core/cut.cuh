@@ -2,6 +2,12 @@
 //
 // A cut takes 0.72 * 2^-24 of a sum on average. What many products have lost together is given back at once: the part of
 // their sum that is expected. Without that, errors point one way: scores that are all too small make flat weights.
+//
+// Largest / rms error of tf32x3 in sm90_wide as multiples of the plain computation's, ordinary inputs, 512 keys (H200,
+// 2026-11-30), before and since:
+//                    out                         dq                          dk
+//   head dim  64     0.45 / 0.51  0.27 / 0.39    0.85 / 0.75  0.81 / 0.64    1.36 / 0.76  0.61 / 0.64
+//   head dim 128     0.40 / 0.61  0.15 / 0.39    1.50 / 0.84  0.67 / 0.62    1.32 / 0.84  0.57 / 0.62
 #pragma once
 #include "core/numeric.cuh"
 #include "core/ptx_sm80.cuh"

@@ -18,8 +18,7 @@
 //   64 queries and 256 threads                      26.9 / 29.0, 27.2 / 29.1
 // Summed product by product over 512 queries, float32's dk had up to 2.6 times the largest error of the plain
 // computation; by tiles it has 1.5 times (scores of 500), 1.04 on ordinary inputs. That takes 3 % of the time: 30.9 / 32.7,
-// then 30.0 / 31.5. Beside options that leave no registers for it (product.cuh) the sums are as they were. In the forward,
-// whose error was at most 1.6 times the plain one where scores are small, it would take 8 %.
+// then 30.0 / 31.5. Beside options that leave no registers for it (product.cuh) the sums are as they were.
 //
 //   block     one (owner item, kv head, key tile, kHeadDim columns of dk and kHeadDimV of dv)
 //   thread    keys y + n * kLanesY and queries x + n * kLanesX of the score tile; rows y + n * kLanesY of dk and dv:
