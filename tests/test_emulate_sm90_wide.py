@@ -190,3 +190,16 @@ def test_a_product_that_reads_past_shared_memory_is_found():
     )
     with pytest.raises(EmulationError, match="uses .* bytes of shared memory, the launch gives"):
         machine.attention(*qkv(np, 1, 1, 70, 200, 64))
+
+
+@pytest.mark.parametrize("family", ["sm90_wide", "sm80_wide"])
+def test_errors_of_cut_sums_have_no_direction(family, monkeypatch):
+    """Tensor cores cut sums toward zero; what is expected to be lost is given back."""
+    monkeypatch.setattr(families, "FORCED", family)
+    q, k, v = qkv(np, 1, 2, 70, 139, 64)
+    machine = Machine(compute_capability=HOPPER)
+    out, lse = machine.attention(q, k, v)
+    gradients = machine.attention_backward(q, q, k, v, out, lse)[:3]
+    exact = [reference.attention(q, k, v), *reference.attention_backward(q, q, k, v)[:3]]
+    for ours, right in zip((out, *gradients), exact, strict=True):
+        assert abs(((ours - right) * right).sum() / (right * right).sum()) < 1e-7

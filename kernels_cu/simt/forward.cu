@@ -20,7 +20,7 @@
 //   product by product                            37.3 / 34.4
 //   by tiles, four columns at a time              33.7 / 31.5
 //   by tiles in the registers of the scores       36.6 / 33.4
-//   two steps of a product at once                37.0 / 35.4
+//   two steps of a product at once                37.0 / 35.4, at 64 not worth the registers
 //
 // (# block, w warp.) 16-bit elements become float32 on the way into shared memory; all arithmetic is in Score. Head dims
 // are of any size: beyond kHeadDim q is streamed, and beyond kHeadDimV every block of columns repeats the scores.
@@ -29,7 +29,7 @@
 constexpr i32 kPanels = kHeadDim / kChunk;
 using Tile = ScoreTile<true>;
 constexpr i32 kQ = Tile::kQ, kK = Tile::kK, kCols = kHeadDimV / kLanesX;
-constexpr int kAtOnce = kSumsApart ? 2 : 1;      // steps of a product: 3 % faster at head dim 128
+constexpr int kAtOnce = kSumsApart && kQ * kK <= 32 ? 2 : 1;      // steps of a product, where registers allow
 
 struct SharedStorage {
   Work work;
