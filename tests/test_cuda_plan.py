@@ -68,9 +68,8 @@ def test_a_plan_needs_an_architecture_alone(dtype, backward, arch):
     one_kernel = family == "sm90" or (family == "sm80" and joined)
     score = 8 if dtype == np.float64 else 4
     in_turns = family == "sm80_wide" and joined
-    kernels = (
-        ("row_stats", "backward", "finish_queries") if one_kernel else ("delta", "backward_kv", "backward_q")
-    )
+    one = ("row_stats", "backward") + ("finish_queries",) * (family == "sm80")
+    kernels = one if one_kernel else ("delta", "backward_kv", "backward_q")
     kernels = ("delta", "backward") if in_turns else kernels
     kernels = kernels if backward else ("forward",)
     if family == "sm90_wide":

@@ -9,6 +9,7 @@ import pytest
 from emulated import needs_compiler, vjp_on
 from support import DTYPES, NEG_INF, assert_same, check, cotangents, normal, qkv
 
+from cupyflash import Gradients
 from cupyflash.cuda import families
 from cupyflash.cuda.emulate import Machine
 
@@ -28,7 +29,7 @@ OPTIONS = {
     "sinks": {"sinks": np.float32([2, -1])},
 }
 PAIRS = [(), *itertools.combinations(OPTIONS, 1), *itertools.combinations(OPTIONS, 2)]
-NARROW, WIDE = ["row_stats", "backward", "finish_queries"], ["row_stats", "backward_kv", "backward_q"]
+NARROW, WIDE = ["row_stats", "backward"], ["row_stats", "backward_kv", "backward_q"]
 KERNELS = {64: NARROW, 128: NARROW, 256: WIDE}
 DIMS = [64, pytest.param(128, marks=pytest.mark.slow), pytest.param(256, marks=pytest.mark.slow)]
 
@@ -130,6 +131,66 @@ def test_what_lies_past_lengths_in_a_bias_is_never_seen(d):
 
 def test_sums_in_no_order():
     run(64, deterministic=False, **OPTIONS["bias"])
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["in turn", "any order"])
+@pytest.mark.parametrize(
+    ("dims", "shape", "options"),
+    [
+        ((64, 64), (1, 1), {}),
+        ((60, 64), (2, 2), {"causal": "top_left"}),
+        ((7, 5), (1, 2), {"window": (60, 30), "query_offset": 20}),
+        ((64, 40), (3, 1), {"q_lengths": [170, 0, 65], "kv_lengths": [0, 200, 129]}),
+    ],
+    ids=["one head", "groups", "window", "lengths"],
+)
+def test_gradients_of_queries_leave_the_main_kernel(dims, shape, options, deterministic):
+    """Of every layout; rows that see no key get zeros."""
+    lead, group = shape
+    lengths = {name: np.array(x) for name, x in options.items() if name.endswith("lengths")}
+    q, k, v = qkv(np, lead, 2 * group, 170, 200, *dims, heads_kv=2, dtype=BFLOAT16)
+    # All warpgroups of the forward write zeros past a length: no race that matters.
+    machine = Machine("plain" if lengths else "checked", compute_capability=90)
+    options = {**options, **lengths, "deterministic": deterministic}
+    check(q, k, v, via=vjp_on(machine), wrt=("q", "k", "v"), **options)
+    assert [config.kernel for config in machine.launched] == ["forward", *NARROW]
+
+
+def test_gradients_of_queries_into_arrays_of_every_layout():
+    q, k, v = qkv(np, 2, 2, 170, 200, 64, dtype=BFLOAT16)
+    machine = Machine("plain", compute_capability=90)
+    out, lse = machine.attention(q, k, v)
+    dout, _ = cotangents(np, out, lse)
+    [expected] = [x for x in machine.attention_backward(dout, q, k, v, out, lse, wrt="q") if x is not None]
+    frame = np.zeros((2, 172, 2, 130), BFLOAT16)
+    backwards, odd = np.empty_like(q)[..., ::-1, ::-1], frame[:, 1:171, :, 1:65].swapaxes(1, 2)
+    for target in (np.empty_like(q), np.empty_like(q.swapaxes(1, 2)).swapaxes(1, 2), backwards, odd):
+        targets = Gradients(q=target)
+        machine.attention_backward(dout, q, k, v, out, lse, wrt="q", grads_out=targets)
+        assert_same(target, expected)
+    assert machine.launched[-1].kernel == "backward"
+    odd[...] = 0
+    assert not frame.any()  # nothing around it was written
+    machine.attention_backward(dout, q, k, v, out, lse, wrt="q", grads_out=Gradients(q=odd), accumulate=True)
+    assert machine.launched[-1].kernel == "finish_queries"
+    assert_same(np.ascontiguousarray(odd), expected)
+
+
+def test_queries_of_narrow_heads_that_items_share():
+    q, _, _ = qkv(np, 1, 2, 140, 1, 64, dtype=BFLOAT16)
+    _, k, v = qkv(np, 3, 2, 1, 150, 64, dtype=BFLOAT16)
+    machine = Machine("plain", compute_capability=90)
+    check(q, k, v, via=vjp_on(machine), kv_lengths=np.array([150, 0, 60]))
+    assert machine.launched[-1].kernel == "finish_queries"
+
+
+def test_keys_of_narrow_heads_that_items_share():
+    _, k, v = qkv(np, 1, 2, 1, 200, 64, dtype=BFLOAT16)
+    q, _, _ = qkv(np, 3, 4, 140, 1, 64, dtype=BFLOAT16)
+    for causal in (False, "top_left"):
+        machine = Machine("plain", compute_capability=90)
+        check(q, k, v, via=vjp_on(machine), q_lengths=np.array([140, 0, 60]), causal=causal)
+        assert machine.launched[-1].kernel == "backward"
 
 
 # Wide heads, whose keys and queries have kernels of their own.

@@ -47,7 +47,18 @@ def test_every_kernel_compiles_to_what_it_is_written_for(dim, kernel, dtype):
 
 
 def test_the_launch_record_is_the_cuda_struct_byte_for_byte():
-    names = ["scale", "unit", "tiles", "head_tiles", "heads", "side_by_side", "group", "ticket", "queries"]
+    names = [
+        "scale",
+        "unit",
+        "tiles",
+        "head_tiles",
+        "heads",
+        "side_by_side",
+        "group",
+        "ticket",
+        "queries",
+        "finish",
+    ]
     lines = [f"static_assert(sizeof(Launch) == {sm90_backward.LAUNCH_BYTES});"]
     lines += [
         f'static_assert(__INTADDR__(&((Launch*)0)->{name}) == {4 * place}, "{name}");'
@@ -82,7 +93,7 @@ def test_every_option_and_pair_is_planned_here(dtype, d, e):
         if "causal" in options:
             options.pop("query_offset", None)
         p = cupyflash.plan(q, k, v, arch=90, backward=True, **options)
-        main = ["backward", "finish_queries"] if max(d, e) <= 128 else ["backward_kv", "backward_q"]
+        main = ["backward"] if max(d, e) <= 128 else ["backward_kv", "backward_q"]
         bias, slopes = "bias" in options, "alibi_slopes" in options
         expected = ["row_stats", *main, *["backward_bias", "sum_partials"] * bias]
         expected += ["backward_q"] * slopes + ["sum_rows"] * slopes
@@ -109,7 +120,7 @@ def launches(wrt=None, **shapes):
 def test_keys_and_values_of_other_broadcasts_are_owned_by_launches_of_their_own():
     shape = (3, 4, 70, 64)
     found = launches(q=shape, k=(1, 4, 200, 64), v=(3, 4, 200, 64))
-    assert [kernel for kernel, _ in found] == ["row_stats", "backward", "backward", "finish_queries"]
+    assert [kernel for kernel, _ in found] == ["row_stats", "backward", "backward"]
     (keys, values) = (launch for kernel, launch in found if kernel == "backward")
     hidden = [{params.ADDRESSES[index] for index in launch.hidden} for launch in (keys, values)]
     assert hidden == [{"dv", "dbias"}, {"dk", "dbias"}]
@@ -117,6 +128,7 @@ def test_keys_and_values_of_other_broadcasts_are_owned_by_launches_of_their_own(
     assert (keys.extras.ticket, values.extras.ticket) == (0, 1)
     added = (keys.extras.queries, values.extras.queries)
     assert added == (sm90_backward.IN_TURN, sm90_backward.NOT_WANTED)  # dq is added once
+    assert (keys.extras.finishes, values.extras.finishes) == (True, False)
 
 
 def test_the_gradient_of_a_bias_leaves_the_main_kernel_where_nothing_is_summed():
@@ -134,11 +146,7 @@ def test_the_gradient_of_a_bias_leaves_the_main_kernel_where_nothing_is_summed()
     own = (2, 4, 70, 70)
     for dtype in (np.float16, np.float32):
         main = kernels(own, dtype)[1]
-        assert [launch.config.kernel for launch in kernels(own, dtype)] == [
-            "row_stats",
-            "backward",
-            "finish_queries",
-        ]
+        assert [launch.config.kernel for launch in kernels(own, dtype)] == ["row_stats", "backward"]
         assert params.ADDRESSES.index("dbias") not in main.hidden
     others = [
         kernels((1, 4, 70, 70)),
@@ -156,11 +164,25 @@ def test_the_gradient_of_a_bias_leaves_the_main_kernel_where_nothing_is_summed()
         assert all(params.ADDRESSES.index("dbias") in x for x in hidden)
 
 
+def test_sums_of_several_items_or_into_another_array_are_finished_by_a_kernel_of_their_own():
+    def kernels(q=(2, 4, 70, 64), dtype=np.float16, accumulate=False):
+        q, k = np.broadcast_to(np.float16(0), q), np.broadcast_to(np.float16(0), (2, 4, 70, 64))
+        problem = Problem.create(q, k, k)
+        dq = Layout.of(np.empty(q.shape, dtype))
+        found = layouts(tensors(problem)) | {"dout": Layout.of(k), "dq": dq}
+        arguments = Sizes.of(problem), tuple(found.items()), frozenset("q"), accumulate
+        return [launch.config.kernel for launch in backward_recipe("sm90", 90, *arguments).launches]
+
+    assert kernels() == ["row_stats", "backward"]
+    for others in (kernels(q=(1, 4, 70, 64)), kernels(dtype=np.float32), kernels(accumulate=True)):
+        assert others == ["row_stats", "backward", "finish_queries"]
+
+
 def test_sums_in_no_order_begin_with_the_first_share():
     x = np.broadcast_to(np.float16(0), (2, 4, 70, 64))
     recipe = planned(Problem.create(x, x, x, deterministic=False), True, None, 90)[0]
     kernels = [launch.config.kernel for launch in recipe.launches]
-    assert kernels == ["row_stats", "backward", "finish_queries"]
+    assert kernels == ["row_stats", "backward"]
     assert recipe.launches[1].extras.queries == sm90_backward.IN_ANY_ORDER
 
 
@@ -202,9 +224,9 @@ def test_heads_are_walked_side_by_side_while_their_queries_fit_the_cache():
         numbers[params.NUMBERS.index("scale")] = 0.5
         numbers[params.NUMBERS.index("right")] = right
         (record,) = launch.extras.records([8] * len(params.ADDRESSES), numbers, 0)
-        return struct.unpack("=2f7i", record)
+        return struct.unpack("=2f8i", record)
 
-    assert packed(100, 8, 2) == (0.5, np.float32(0.5) * np.float32(np.log2(np.e)), 6, 3, 2, 2, 4, 0, 1)
+    assert packed(100, 8, 2) == (0.5, np.float32(0.5) * np.float32(np.log2(np.e)), 6, 3, 2, 2, 4, 0, 1, 1)
     assert packed(8192, 16, 16)[5] == 7  # 32 MB hold 7 heads of 4 MB
     assert packed(2**20, 16, 16)[5] == 4
     # Under a causal mask blocks of one head wait for one another more.

@@ -47,7 +47,7 @@ class _HopperBackward(Launches):
             self._main(kernel, config, with_bias)
         if "q" in self.wrt and wide:
             self._wide_queries()
-        elif "q" in self.wrt:
+        elif "q" in self.wrt and not self._finishes():
             self._finish_queries(config)
         self.family = "sm80"
         if "bias" in self.wrt and not with_bias:
@@ -55,15 +55,23 @@ class _HopperBackward(Launches):
         self._queries({"slopes"} & self.wrt)
         return self._finished()
 
+    def _finishes(self) -> bool:
+        """Whether the main kernel turns sums into gradients of queries: each sum into one of q's dtype."""
+        if "q" not in self.wrt or self.accumulate or self.layouts["dq"].dtype != self.sizes.dtype:
+            return False
+        return not any(self._broadcast_axes("q"))
+
     def _main(self, kernel: str, config: Any, with_bias: bool) -> None:
         order = sm90_backward.IN_TURN if self.sizes.deterministic else sm90_backward.IN_ANY_ORDER
         for number, owners in enumerate(self._owners() or [[]]):
             bias = {"dbias"} if with_bias and number == 0 else set()
-            record = self._record((*SCORES, "dout", *owners, *bias), owner=owners[0] if owners else None)
-            owned = own_of(record)
             summed = "q" in self.wrt and number == 0 and kernel == "backward"
-            queries = order if summed else sm90_backward.NOT_WANTED
-            extras = sm90_backward.Extras.of(config, self.sizes, record, owned, number, queries)
+            queries = {"dq"} if summed and self._finishes() else set()
+            names = (*SCORES, "dout", *owners, *bias, *queries)
+            record = self._record(names, owner=owners[0] if owners else None)
+            numbers = (own_of(record), number, order if summed else sm90_backward.NOT_WANTED)
+            extras = sm90_backward.Extras.of(config, self.sizes, record, *numbers, bool(queries))
+            owned = own_of(record)
             grid = config.geometry.blocks(kernel, self.sizes, owned)
             self._add(config, grid, record, {"dk", "dv", "dbias"}.difference(owners, bias), extras)
 

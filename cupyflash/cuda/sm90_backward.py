@@ -21,10 +21,11 @@ if TYPE_CHECKING:
     from .recipe import Sizes
 
 # kernels_cu/sm90/backward_launch.cuh: scale, unit, tiles, head_tiles, heads, side_by_side,
-# group, ticket, queries.
-_LAUNCH = struct.Struct("=2f7i")
+# group, ticket, queries, finish.
+_LAUNCH = struct.Struct("=2f8i")
 LAUNCH_BYTES = _LAUNCH.size
 NOT_WANTED, IN_TURN, IN_ANY_ORDER = range(3)  # what a launch does about gradients of queries
+FINISHED_LATER, DOWNWARD, UPWARD = range(3)  # and whether their sums become gradients there
 _SCALE, _RIGHT = NUMBERS.index("scale"), NUMBERS.index("right")
 _BY_TMA = tuple(map(ADDRESSES.index, ("q", "k", "v", "dout")))
 _LOG2E = np.float32(1.4426950408889634)
@@ -160,6 +161,7 @@ class Extras:
     group: int
     ticket: int
     queries: int
+    finishes: bool  # sums of queries
     natural: bool  # scores are kept in natural units
     stays: ClassVar[bool] = True  # blocks stay: a launch has no more than multiprocessors
     counts: ClassVar[bool] = False
@@ -173,6 +175,7 @@ class Extras:
         owners: int,
         ticket: int,
         queries: int,
+        finishes: bool = False,
     ) -> Extras:
         """For a launch with that record, which has at most two leading axes."""
         g, s, in_turns = config.geometry, sizes, config.kernel == "backward"
@@ -203,6 +206,7 @@ class Extras:
             group=s.heads_q // s.heads_kv,
             ticket=ticket,
             queries=queries,
+            finishes=finishes,
             natural=any(s.options[:2]),
         )
 
@@ -214,8 +218,9 @@ class Extras:
         """The launch record, from the record's numbers."""
         scale = np.float32(numbers[_SCALE])
         unit = _LOG2E if self.natural else scale * _LOG2E
-        side_by_side = max(self.least, int(self.fitting))
+        side_by_side, finish = max(self.least, int(self.fitting)), DOWNWARD
         if numbers[_RIGHT] < UNBOUNDED:
+            finish = UPWARD
             least, most = self.causal
             side_by_side = min(most, max(least, int(_CAUSAL_PART * self.fitting)))
         launch = _LAUNCH.pack(
@@ -228,5 +233,6 @@ class Extras:
             self.group,
             self.ticket,
             self.queries,
+            finish if self.finishes else FINISHED_LATER,
         )
         return (launch,)

@@ -4,10 +4,8 @@
 // Sums are p.splits columns wide: entry 2 h + x of float4 number 128 j + t is row 16 (t / 32) + 8 h + t % 32 / 4,
 // column 8 j + 2 (t % 4) + x. Four lanes hold the same rows: they exchange columns, so that each writes eight
 // neighbours.
-#include "attn/backward_rows.cuh"
+#include "attn/query_sums.cuh"
 #include "core/block.cuh"
-#include "core/ptx_sm80.cuh"
-#include "core/warp.cuh"
 
 constexpr i32 kFinishThreads = 256, kAtOnce = 8;      // float4 of a lane at once: 64 columns
 static_assert(kFinishThreads / 32 * 16 == kRowUnit, "a warp for 16 rows");
@@ -15,11 +13,6 @@ static_assert(kFinishThreads / 32 * 16 == kRowUnit, "a warp for 16 rows");
 CF_DEVICE bool any_key_is_seen(const Params& p, const Item& item, i32 row) {
   const Interval keys = visibility_of(p, item).keys_of_some(row, row + kRowBlock);
   return keys.start < keys.stop;
-}
-
-CF_DEVICE u32 pair_of(Element low, Element high) {
-  union { Packed<Element, 2> pair; u32 word; } x = {{{low, high}}};
-  return x.word;
 }
 
 using Sums = Packed<float, 4>[kAtOnce];
@@ -39,18 +32,15 @@ CF_DEVICE void store_elements(const Params& p, const Sums& sums, i64 base, i32 r
 // The same, eight columns a lane at once.
 CF_DEVICE void store_rows(const Params& p, const Sums& sums, const Rows<Element>& rows, i32 row, i32 col, float scale) {
   CF_UNROLL
-  for (int n = 0; n < 4; ++n) {
-    const int h = n % 2, from = n / 2 * 4;
-    u32 word[4];
+  for (int from = 0; from < kAtOnce; from += 4) {
+    u32 words[2][4];
+    to_rows(words, sums + from, scale);
     CF_UNROLL
-    for (int k = 0; k < 4; ++k) {
-      const float* entry = sums[from + k].value + 2 * h;
-      word[k] = pair_of(convert<Element>(times(entry[0], scale)), convert<Element>(times(entry[1], scale)));
+    for (int h = 0; h < 2; ++h) {
+      exchange_columns(words[h]);
+      const i32 i = row + 8 * h, c = col + 8 * (from + i32(lane_index()) % 4);
+      if (i < p.seqlen_q && c < p.head_dim) st_global_128(rows.at(i, c), words[h]);
     }
-    exchange(word[0], word[1], 1), exchange(word[2], word[3], 1);
-    exchange(word[0], word[2], 2), exchange(word[1], word[3], 2);
-    const i32 i = row + 8 * h, c = col + 8 * (from + i32(lane_index()) % 4);
-    if (i < p.seqlen_q && c < p.head_dim) st_global_128(rows.at(i, c), word);
   }
 }
 

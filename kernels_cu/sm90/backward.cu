@@ -281,4 +281,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Consumer consumer{{p, launch, control, warpgroup_index() - 1, i32(thread_index()) % 128, shared_tiles()}};
   if (consumer.number == 1) bar_arrive(kTurn, 256);      // the first one begins
   consumer.walk(consumer);
+  finish_rows(p, launch);
 }

@@ -6,10 +6,12 @@
 // alone, which is stored and not added.
 #pragma once
 #include "sm90/backward_feed.cuh"
+#include "sm90/backward_finish.cuh"
 
 constexpr u32 kShareBytes = kBlockQ * kHeadDim * 4, kShareAt = kSharedBytes - 1024 - kShares * kShareBytes;
 
-// In any order a counter is 1 as soon as a block has claimed the first share, and this when it has been stored.
+// In any order a counter is 1 as soon as a block has claimed the first share, and this when it has been stored; it counts
+// the others as well where somebody waits for them all.
 constexpr u32 kStored = 2;
 
 // ---- usher: one thread
@@ -66,10 +68,12 @@ CF_DEVICE void herald(const Launch& launch, Control& control) {
     cp_async_bulk_commit_group();
     cp_async_bulk_wait_group_read();
     mbarrier_arrive(barrier(control.share_free, place));
-    if (launch.queries == kInTurn || turn.number == 0) {
+    const bool stored = launch.queries == kInTurn || turn.number == 0;
+    if (stored || launch.finish != kFinishedLater) {
       cp_async_bulk_wait_group();
       fence_proxy_async_global();
-      st_release_gpu(turn.counter, launch.queries == kInTurn ? turn.number + 1 : kStored);
+      if (stored) st_release_gpu(turn.counter, launch.queries == kInTurn ? turn.number + 1 : kStored);
+      else red_release_increment(turn.counter);
     }
     ring.advance();
   }
