@@ -226,11 +226,13 @@ def test_heads_are_walked_side_by_side_while_their_queries_fit_the_cache():
         (record,) = launch.extras.records([8] * len(params.ADDRESSES), numbers, 0)
         return struct.unpack("=2f8i", record)
 
-    assert packed(100, 8, 2) == (0.5, np.float32(0.5) * np.float32(np.log2(np.e)), 6, 3, 2, 2, 4, 0, 1, 1)
-    assert packed(8192, 16, 16)[5] == 7  # 32 MB hold 7 heads of 4 MB
-    assert packed(2**20, 16, 16)[5] == 4
+    unit = np.float32(0.5) * np.float32(np.log2(np.e))
+    assert packed(100, 8, 2) == (0.5, unit, 6, 3, 2, 2, 4, 0, 1, sm90_backward.DOWNWARD)
+    assert packed(100, 8, 2, right=0)[9] == sm90_backward.UPWARD
+    assert packed(4096, 32, 32)[5] == 15  # 32 MB hold 15 heads of 2 MB
+    assert packed(2**20, 16, 16)[5] == 8
     # Under a causal mask blocks of one head wait for one another more.
-    assert [packed(rows, 96, 96, right=0)[5] for rows in (64, 4096, 2**20)] == [64, 22, 16]
+    assert [packed(rows, 96, 96, right=0)[5] for rows in (64, 4096, 2**20)] == [64, 32, 32]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .configs import Config
     from .recipe import Sizes
 
-# kernels_cu/sm90/backward_launch.cuh: scale, unit, tiles, head_tiles, heads, side_by_side,
-# group, ticket, queries, finish.
+# kernels_cu/sm90/backward_launch.cuh: scale, unit, tiles, head_tiles, heads, side_by_side, group, ticket, queries,
+# finish.
 _LAUNCH = struct.Struct("=2f8i")
 LAUNCH_BYTES = _LAUNCH.size
 NOT_WANTED, IN_TURN, IN_ANY_ORDER = range(3)  # what a launch does about gradients of queries
@@ -31,7 +31,8 @@ _BY_TMA = tuple(map(ADDRESSES.index, ("q", "k", "v", "dout")))
 _LOG2E = np.float32(1.4426950408889634)
 _HALF_OF_L2 = 32e6  # bytes: queries, their cotangents and sums of the heads that are walked side by side
 # The fewer blocks of a head run at once, the less they wait for one another, and the more often queries are fetched
-# again: least and most heads side by side under a causal mask, and the least without one. Wide heads do not wait.
+# again: least (at head dim 128; at 64 twice as many) and most heads side by side under a causal mask, and the least
+# without one. Those of wide heads do not wait.
 _CAUSAL_HEADS, _CAUSAL_PART, _LEAST_HEADS = (16, 64), 1.5, 4
 _FREE_HEADS = (1, 64)
 
@@ -201,8 +202,8 @@ class Extras:
             head_tiles=head_tiles,
             heads=heads,
             fitting=_HALF_OF_L2 / max(1.0, head_bytes),
-            least=_LEAST_HEADS if in_turns else 1,
-            causal=_CAUSAL_HEADS if in_turns else _FREE_HEADS,
+            least=_LEAST_HEADS * 128 // g.head_dim if in_turns else 1,
+            causal=(_CAUSAL_HEADS[0] * 128 // g.head_dim, _CAUSAL_HEADS[1]) if in_turns else _FREE_HEADS,
             group=s.heads_q // s.heads_kv,
             ticket=ticket,
             queries=queries,

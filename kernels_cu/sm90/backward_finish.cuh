@@ -1,4 +1,4 @@
-// Sums of queries become gradients where blocks have no more work: the last ones to have some are not waited for.
+// Sums of queries become gradients, by the blocks that have no more work while others still have some.
 //
 // Each warp of the consumers takes blocks of kRowBlock rows by ticket, about in the order in which their sums are
 // complete. Who waits for sums waits for blocks that have started.
