@@ -83,8 +83,9 @@ def test_every_pair_of_head_dims_has_the_smallest_row_that_holds_it(options):
 
 
 def test_the_launch_record_is_the_cuda_struct_byte_for_byte():
-    names = ["counter", "scale", "unit", "tiles", "query_tiles", "heads", "group", "out_by_tma"]
-    offsets = [0, 8, 12, *range(16, 36, 4)]
+    names = ["counter", "scale", "unit", "tiles", "query_tiles", "heads", "group", "out_by_tma", "cap"]
+    names += ["cap_limit", "items"]
+    offsets = [0, 8, 12, *range(16, 40, 4), 48, 52]
     lines = [f"static_assert(sizeof(Launch) == {sm90_launch.LAUNCH_BYTES});"]
     lines += [
         f'static_assert(__INTADDR__(&((Launch*)0)->{name}) == {offset}, "{name}");'
@@ -178,7 +179,7 @@ def test_the_schedule_walks_heads_side_by_side_while_their_keys_fit_the_cache():
         numbers = [0.0] * len(params.NUMBERS)
         numbers[params.NUMBERS.index("scale")] = 0.5
         numbers[params.NUMBERS.index("right")] = params.UNBOUNDED if right is None else right
-        return struct.unpack("=Q2f5i4x", *extras.records([0] * 4, numbers, 8))
+        return struct.unpack("=Q2f5i20x", *extras.records([0] * 4, numbers, 8))
 
     assert group(None, 1e6)[6] == 1
     assert group(0, 1e6)[6] == 32  # 32 MB hold 32 heads of 1 MB
@@ -275,7 +276,8 @@ def test_what_cannot_be_read_in_place_is_copied_with_padded_rows():
         (strided((4, 10, 10), (10, 1, 0), np.float64), False),
         (strided((1, 1, 9), (9, 9, 1)), False),  # one row
         (strided((4, 10, 10), (100, 10, 1), BFLOAT16), True),  # neither the elements' dtype nor float32
-        (strided((4, 10, 10), (100, 10, 1), np.float32), False),
+        (strided((4, 10, 10), (100, 10, 1), np.float32), True),
+        (strided((4, 10, 10), (120, 12, 1), np.float32), False),
     ],
 )
 def test_layouts_of_a_bias(bias, copied):

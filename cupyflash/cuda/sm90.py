@@ -170,13 +170,13 @@ SHAPED = (
 )
 # Beside a mask and a bias, which want shared memory and registers: keys of a tile, and tiles of the two at a time; by
 # head dim.
-WITH_ADDENDS = {64: (80, 2), 96: (96, 1), 128: (96, 2), 256: (48, 2)}
+WITH_ADDENDS = {64: (80, 2), 96: (96, 2), 128: (96, 2), 256: (48, 2)}
 
 
 def _beside_addends(row: Geometry, shaped: bool, dropout: bool) -> Geometry:
     keys, stages = WITH_ADDENDS.get(row.head_dim, (row.block_kv, 1))
     if shaped and row.head_dim in (96, 128):  # more would spill
-        keys, stages = 64 if dropout else 80 if row.head_dim == 96 else 96, 1
+        keys = 80 if dropout or row.head_dim == 96 else 96
     return row._replace(block_kv=keys, q_stages=1, out_panels=1, addend_stages=stages)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import struct
 from collections.abc import Mapping, Sequence
@@ -18,20 +19,37 @@ if TYPE_CHECKING:
     from .configs import Config
     from .recipe import Sizes
 
-# kernels_cu/sm90/work.cuh: counter, scale, unit, tiles, query_tiles, heads, group, out_by_tma.
-_LAUNCH = struct.Struct("=Q2f5i4x")
+# kernels_cu/sm90/work.cuh: counter, scale, unit, tiles, query_tiles, heads, group, out_by_tma, cap, cap_limit,
+# items.
+_LAUNCH = struct.Struct("=Q2f5i4fi")
 LAUNCH_BYTES = _LAUNCH.size
 MAPS_BYTES = 4 * MAP_BYTES
 _OUT = 3  # q, k, v and out are the first addresses of the record
-_SCALE, _RIGHT = NUMBERS.index("scale"), NUMBERS.index("right")
+_SCALE, _SOFTCAP, _RIGHT = (NUMBERS.index(name) for name in ("scale", "softcap", "right"))
 _LOG2E = np.float32(1.4426950408889634)
 _HALF_OF_L2 = 32e6  # bytes: keys and values of the heads that are walked side by side
+# tanh(x) is x (c0 + c1 u + c2 u^2), u = x^2 - _NEAR^2, within 2^-22 of itself up to _NEAR.
+_NEAR, _NEAR_TANH = 0.2, (0.98687669, -0.32287357, 0.13015409)
 _PLAIN_SCALES = (2.0**-60, 2.0**60)
 
 
 def plain_scale(scale: float) -> bool:
     """Whether scores may stay raw products: -inf survives such a scale, and nothing leaves float32's range."""
     return _PLAIN_SCALES[0] <= scale <= _PLAIN_SCALES[1]
+
+
+@functools.lru_cache
+def cap_polynomial(scale: float, softcap: float) -> tuple[float, ...]:
+    """(c0, c1, c2, limit): softcap * tanh(scale * s / softcap), in base 2, is s (c0 + c1 u + c2 u^2).
+
+    u is s^2 - limit; it holds within 2^-22 of itself for u < 0, or nowhere if the limit is negative.
+    """
+    ratio, unit = scale / softcap if softcap > 0.0 else 0.0, scale * float(_LOG2E)
+    square = ratio * ratio
+    factors = tuple(c * unit * x for c, x in zip(_NEAR_TANH, (1.0, square, square * square)))
+    limit = _NEAR**2 / square if square > 0.0 else math.inf
+    holds = abs(factors[2]) > 1e-33 and all(abs(x) < 1e38 for x in (*factors, limit))  # within float32's range
+    return (*factors, limit) if holds else (0.0, 0.0, 0.0, -1.0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,6 +62,7 @@ class Extras:
     heads: int
     head_bytes: float  # keys and values for one query head
     natural: bool  # scores are kept in natural units
+    items: int = 1  # walked side by side, for they share a bias
     stays: ClassVar[bool] = True  # blocks stay: a launch has no more than multiprocessors
     counts: ClassVar[bool] = True  # the launch record begins with the address of a counter
 
@@ -66,7 +85,8 @@ class Extras:
         ]
         head_bytes = s.seqlen_k * (s.head_dim + s.head_dim_v) * s.dtype.itemsize * s.heads_kv / s.heads_q
         query_tiles = -(-s.seqlen_q // g.block_q)
-        return cls(tuple(forms), query_tiles, s.batch * s.heads_q, head_bytes, any(s.options[:2]))
+        items = s.batch if SHARE and _shared_by_items(layouts.get("bias"), s) else 1
+        return cls(tuple(forms), query_tiles, s.batch * s.heads_q, head_bytes, any(s.options[:2]), items)
 
     def maps(self, addresses: Sequence[int]) -> bytes:
         """The maps of q, k, v and out, from the record's addresses."""
@@ -76,13 +96,24 @@ class Extras:
         """The launch record, from the record's addresses and numbers."""
         scale = np.float32(numbers[_SCALE])
         unit = _LOG2E if self.natural else scale * _LOG2E
-        group = 1
-        if numbers[_RIGHT] < UNBOUNDED:  # query tiles of many lengths
-            fit = _HALF_OF_L2 / max(1.0, self.head_bytes)
-            group = max(1, min(self.heads, 2 ** int(math.log2(max(1.0, fit)))))
+        together = self.heads if numbers[_RIGHT] < UNBOUNDED else self.items  # query tiles of many lengths
+        fit = 2 ** int(math.log2(max(1.0, _HALF_OF_L2 / max(1.0, self.head_bytes))))
+        group = max(1, min(together, fit))
         by_tma = self.forms[_OUT] is not None and addresses[_OUT] % ALIGNMENT == 0
         tiles = self.query_tiles * self.heads
-        return (_LAUNCH.pack(counter, scale, unit, tiles, self.query_tiles, self.heads, group, by_tma),)
+        cap = cap_polynomial(float(scale), numbers[_SOFTCAP])
+        return (_LAUNCH.pack(counter, scale, unit, tiles, self.query_tiles, self.heads, group, by_tma, *cap, self.items),)
+
+
+SHARE = True
+
+
+def _shared_by_items(bias: Layout | None, sizes: Sizes) -> bool:
+    """Whether all items have the same bias, and heads have their own."""
+    if bias is None:
+        return False
+    *lead, head, _, _ = bias.broadcast((*sizes.lead, sizes.heads_q, sizes.seqlen_q, sizes.seqlen_k))
+    return head != 0 and not any(lead)
 
 
 class Copy(NamedTuple):
@@ -121,8 +152,7 @@ def _in_units(problem: Any, dout: Any) -> dict[str, tuple[Any, int, np.dtype[Any
     """The operands that are read several elements at a time: how many, and of which dtype.
 
     They are q, k, v and dout of 16 bits, by TMA, and a mask or bias of more than one column, in pairs (beside q of 16
-    bits: a mask, a bias of q's dtype, and in the backward one of float32, 16 bytes at a time), the bias in q's dtype
-    or float32; in the backward of float32 only a bias of another dtype.
+    bits: 16 bytes at a time), the bias in q's dtype or float32; in the backward of float32 only a bias of another dtype.
     """
     p, forward, single = problem, dout is None, np.dtype(np.float32)
     halves = p.dtype.itemsize == 2
@@ -134,8 +164,7 @@ def _in_units(problem: Any, dout: Any) -> dict[str, tuple[Any, int, np.dtype[Any
         found["mask"] = (p.mask, ALIGNMENT if halves else 2, p.mask.dtype)
     if (forward or halves) and p.bias is not None and not _one_column(p.bias):
         dtype = p.bias.dtype if p.bias.dtype in (p.dtype, single) else single
-        chunks = halves and (dtype == p.dtype or not forward)
-        found["bias"] = (p.bias, ALIGNMENT // dtype.itemsize if chunks else 2, dtype)
+        found["bias"] = (p.bias, ALIGNMENT // dtype.itemsize if halves else 2, dtype)
     if not forward and p.bias is not None and p.dtype == single != p.bias.dtype:
         found["bias"] = (p.bias, 2, single)
     return found

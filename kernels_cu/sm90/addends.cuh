@@ -10,40 +10,48 @@ constexpr i32 kPairs = kBlockKV / 8;                  // of a thread and row: co
 
 // Rows are an odd number of 16 bytes apart, so that eight of one column lie in different banks.
 constexpr u32 kMaskRowBytes = 16 * (kBlockKV / 16 | 1), kBiasRowBytes = 2 * kBlockKV + 16;
-constexpr u32 kAddendStageBytes = kBlockQ * (kMaskRowBytes + kBiasRowBytes);
-constexpr u32 kAddendBytes = kAddendStages * kAddendStageBytes;
+constexpr u32 kMaskBytes = kAddendStages * kBlockQ * kMaskRowBytes;
+constexpr u32 kAddendBytes = kMaskBytes + kAddendStages * kBlockQ * kBiasRowBytes;
 constexpr i32 kAhead = kMaskOrBias ? kAddendStages : 1;
+// A bias of float32 takes the place of two tiles, and comes one tile ahead.
+constexpr u32 kWideRowBytes = 2 * kBiasRowBytes;
+constexpr bool kWideComes = kAddendStages == 2;
 
-// Where a warp's 16 rows of a key tile lie in shared memory.
+// Where a warp's 16 rows of a key tile lie in shared memory: all tiles of masks, then all of biases.
 struct AddendTile {
-  u32 bias, mask;
+  u32 mask, bias, wide;
 
-  CF_DEVICE AddendTile(u32 at, i32 warp)
-      : bias(at + kBlockQ * kMaskRowBytes + warp * 16 * kBiasRowBytes), mask(at + warp * 16 * kMaskRowBytes) {}
+  CF_DEVICE AddendTile(u32 at, i32 warp, i32 stage = 0)
+      : mask(at + (stage * kBlockQ + warp * 16) * kMaskRowBytes),
+        bias(at + kMaskBytes + (stage * kBlockQ + warp * 16) * kBiasRowBytes),
+        wide(at + kMaskBytes + warp * 16 * kWideRowBytes) {}
 };
 
 CF_DEVICE bool has_mask(const Params& p) { return kMaskOrBias && p.call.mask != nullptr; }
 CF_DEVICE bool has_bias(const Params& p) { return kMaskOrBias && p.call.bias != nullptr; }
 
-// How the bias of a piece of work is had: there is none, it comes, or it is read from where it lies.
-enum class Bias { kNone, kComes, kInPlace, kOneColumn };
+// How the bias of a piece of work is had: there is none, it comes (in q's dtype, in float32), or it is read from where it
+// lies.
+enum class Bias { kNone, kComes, kComesWide, kInPlace, kOneColumn };
 
 CF_DEVICE Bias bias_of(const Params& p, const Addends& a) {
   if (!has_bias(p)) return Bias::kNone;
   const bool one = uniform(i32(a.bias_col == 0)) != 0;
-  return one ? Bias::kOneColumn : p.bias_kind == KindOf<Element>::value ? Bias::kComes : Bias::kInPlace;
+  if (one) return Bias::kOneColumn;
+  return p.bias_kind == KindOf<Element>::value ? Bias::kComes : kWideComes ? Bias::kComesWide : Bias::kInPlace;
 }
 
 // kCount chunks, every other one of a row. `bytes`: of the row that there are; what lies beyond becomes zeros, but for
 // a chunk's rest.
 template <int kCount> CF_DEVICE void fetch_row(u32 to, const u8* from, i32 lane, i32 bytes) {
-  from = in_global(from) + lane % 2 * 16, to += lane % 2 * 16, bytes -= lane % 2 * 16;
+  to += lane % 2 * 16;
   if (bytes >= 16 * kCount) {
     CF_UNROLL
     for (int n = 0; n < kCount; n += 2) {
       if (n + 1 < kCount || lane % 2 == 0) cp_async_16(to + 16 * n, from + 16 * n);
     }
   } else {
+    bytes -= lane % 2 * 16;
     CF_UNROLL
     for (int n = 0; n < kCount; n += 2) {
       if (n + 1 < kCount || lane % 2 == 0) cp_async_16(to + 16 * n, from + 16 * n, 16 * n < bytes ? 16 : 0);
@@ -51,47 +59,89 @@ template <int kCount> CF_DEVICE void fetch_row(u32 to, const u8* from, i32 lane,
   }
 }
 
-// Starts the way of what will meet the scores of rows from `row` on with keys from `first` on. Two lanes a row. Rows
-// past the end repeat the last one: they are not used.
-CF_DEVICE void fetch_addends(const AddendTile& tile, const Params& p, const Addends& a, Bias kind, i32 row, i32 first,
-                             i32 lane) {
-  const i32 keys = smaller(p.seqlen_k - first, kBlockKV + 16);      // their bytes fit 32 bits
-  const i64 from = smaller(row + lane / 2, p.seqlen_q - 1);
-  if (kind == Bias::kComes || kind == Bias::kInPlace) {
-    const i32 bytes = kind == Bias::kInPlace ? 4 : 2;
-    const u8* source = static_cast<const u8*>(a.bias) + (a.bias_first + from * a.bias_row + first) * bytes;
+// Where a lane's part of a warp's rows begins, from key 0 on: two lanes a row, every other chunk each. Rows past the end
+// repeat the last one: they are not used.
+struct AddendSource {
+  const u8 *bias, *mask;         // mask: null where none comes
+
+  CF_DEVICE AddendSource(const Params& p, const Addends& a, Bias kind, i32 row, i32 lane) {
+    const i64 from = smaller(row + lane / 2, p.seqlen_q - 1);
+    const i32 bytes = kind == Bias::kComes ? 2 : 4;
+    bias = in_global(static_cast<const u8*>(a.bias)) + (a.bias_first + from * a.bias_row) * bytes + lane % 2 * 16;
+    const bool comes = has_mask(p) && a.mask_col != 0;
+    mask = comes ? in_global(a.mask) + from * a.mask_row + lane % 2 * 16 : nullptr;
+  }
+
+  // Starts the way of what will meet the scores of keys from `first` on.
+  CF_DEVICE void fetch_bias(const AddendTile& tile, Bias kind, i32 first, i32 keys, i32 lane) const {
     if (kind == Bias::kComes) {
-      fetch_row<kBlockKV / 8>(tile.bias + lane / 2 * kBiasRowBytes, source, lane, 2 * keys);
-    } else {
+      fetch_row<kBlockKV / 8>(tile.bias + lane / 2 * kBiasRowBytes, bias + i64(first) * 2, lane, 2 * keys);
+    } else if (kind == Bias::kComesWide) {
+      fetch_row<kBlockKV / 4>(tile.wide + lane / 2 * kWideRowBytes, bias + i64(first) * 4, lane, 4 * keys);
+    } else if (kind == Bias::kInPlace) {
       CF_UNROLL
       for (int n = 0; n < 4 * kBlockKV; n += 256) {
-        if (n + lane % 2 * 128 < 4 * keys) prefetch_l2(source + n + lane % 2 * 128);
+        if (n + lane % 2 * 128 < 4 * keys) prefetch_l2(bias + i64(first) * 4 + n + lane % 2 * 112);
       }
     }
   }
-  if (has_mask(p) && a.mask_col != 0) {
-    fetch_row<kBlockKV / 16>(tile.mask + lane / 2 * kMaskRowBytes, a.mask + from * a.mask_row + first, lane, keys);
+  CF_DEVICE void fetch_mask(const AddendTile& tile, i32 first, i32 keys, i32 lane) const {
+    if (mask == nullptr) return;
+    fetch_row<kBlockKV / 16>(tile.mask + lane / 2 * kMaskRowBytes, mask + first, lane, keys);
   }
+};
+
+// The same for rows from `row` on, all at once.
+CF_DEVICE void fetch_addends(const AddendTile& tile, const Params& p, const Addends& a, Bias kind, i32 row, i32 first,
+                             i32 lane) {
+  const AddendSource source(p, a, kind, row, lane);
+  source.fetch_bias(tile, kind, first, p.seqlen_k - first, lane);
+  source.fetch_mask(tile, first, p.seqlen_k - first, lane);
 }
 
-CF_DEVICE void wait_for_addends() {
-  cp_async_wait_group<kAhead - 1>();
+template <i32 kGroups = kAhead - 1> CF_DEVICE void wait_for_addends() {
+  cp_async_wait_group<kGroups>();
   warp_barrier();                // all lanes' chunks are there
 }
 
-// use(entry, addend) for all of a thread's entries, from what has come of the bias.
-template <class Use> CF_DEVICE void for_bias(const AddendTile& tile, Use use) {
+// A pair of biases, or -inf where its byte of a mask is 0; other bytes are below 0x81.
+CF_DEVICE u32 hide(u32 biases, u32 bytes) {
+  constexpr u32 kHidden = KindOf<Element>::value == kFloat16 ? 0xfc00fc00u : 0xff80ff80u;
+  return lop3<0xca>(prmt(bytes + 0x7f7fu, 0, 0x9988u), biases, kHidden);
+}
+
+// use(entry, addend) for all of a thread's entries, from what has come of the bias. kMasked: and of the mask.
+template <bool kMasked = false, class Use> CF_DEVICE void for_bias(const AddendTile& tile, Use use) {
   const i32 lane = i32(opaque(thread_index() % 32));
   const u32 from = tile.bias + lane % 16 * kBiasRowBytes + lane / 16 * 16;
+  const u32 mask = tile.mask + lane / 4 * kMaskRowBytes + lane % 4 * 2;
   CF_UNROLL
   for (int j = 0; j < kPairs; j += 2) {
     u32 words[4];                // rows 0 to 7 and 8 to 15 of chunk j, and of chunk j + 1
     ldmatrix_x4(words, from + 16 * j);
+    if constexpr (kMasked) {
+      CF_UNROLL
+      for (int n = 0; n < 4; ++n) {
+        words[n] = hide(words[n], ld_shared_u16(mask + n % 2 * 8 * kMaskRowBytes + 8 * (j + n / 2)));
+      }
+    }
     CF_UNROLL
     for (int n = 0; n < 8; ++n) {
       const u16 bits = words[n / 2] >> n % 2 * 16;
       use(4 * (j + n / 4) + n % 4, convert<float>(Element{bits}));
     }
+  }
+}
+
+// The same for a bias of float32.
+template <class Use> CF_DEVICE void for_wide_bias(const AddendTile& tile, Use use) {
+  const i32 lane = i32(opaque(thread_index() % 32));
+  const u32 from = tile.wide + lane / 4 * kWideRowBytes + lane % 4 * 8;
+  CF_UNROLL
+  for (int n = 0; n < kScores / 2; ++n) {
+    float first, second;
+    ld_shared_f32x2(first, second, from + n % 2 * 8 * kWideRowBytes + n / 2 * 32);
+    use(2 * n, first), use(2 * n + 1, second);
   }
 }
 

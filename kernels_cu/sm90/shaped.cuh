@@ -16,16 +16,26 @@ struct ShapedSteps : Warpgroup {
   }
 
   // Mask and bias: where this warp's rows lie for a step; the way of those for a step, if there is one, over what has
-  // been read.
+  // been read. A bias of float32 has one place, and comes for the step before the last one that did.
   CF_DEVICE AddendTile addends(i32 step) const {
-    return AddendTile(tiles + kAddendsAt + step % kAhead * kAddendStageBytes, 4 * number + thread / 32);
+    return AddendTile(tiles + kAddendsAt, 4 * number + thread / 32, step % kAhead);
   }
-  CF_DEVICE void fetch(const Work& work, Bias bias, i32 step) const {
+  CF_DEVICE void fetch(const AddendSource& source, const Course& course, Bias bias, i32 first, i32 last, i32 step) const {
     if constexpr (kMaskOrBias) {
       warp_barrier();                          // all lanes have read
-      const i32 row = work.row + 64 * number + thread / 32 * 16, first = work.tile(step) * kBlockKV;
-      if (step >= work.first) fetch_addends(addends(step), p, work.addends, bias, row, first, thread % 32);
+      const AddendTile tile = addends(step);
+      const i32 lane = thread % 32, others = step + (bias == Bias::kComesWide ? kAhead - 1 : 0);
+      const i32 key = course.tile(step) * kBlockKV, key_of_others = course.tile(others) * kBlockKV;
+      if (step >= first) source.fetch_mask(tile, key, p.seqlen_k - key, lane);
+      if (others >= first && others <= last) {
+        source.fetch_bias(tile, bias, key_of_others, p.seqlen_k - key_of_others, lane);
+      }
       cp_async_commit_group();                 // one for each step
+    }
+  }
+  CF_DEVICE void await_addends(Bias bias) const {
+    if constexpr (kMaskOrBias) {
+      if (bias == Bias::kComesWide) wait_for_addends<0>(); else wait_for_addends();
     }
   }
 
@@ -37,6 +47,8 @@ struct ShapedSteps : Warpgroup {
     const auto add_one = [&](int n, float b) { s[n] = with_addend(s[n], b); };
     if (bias == Bias::kComes) {
       for_bias(addends(step), add_one);
+    } else if (bias == Bias::kComesWide) {
+      for_wide_bias(addends(step), add_one);
     } else if (bias != Bias::kNone) {
       for_bias_in_place(p, work.addends, row_of(work), col(), add_one);
     }
@@ -51,53 +63,68 @@ struct ShapedSteps : Warpgroup {
     return moved;
   }
 
-  // Whether the references serve for key tile n, which all rows see: with ALiBi, where it lies on one side of them and
-  // addends fall on the way.
-  CF_DEVICE bool is_steady(const Work& work, Bias bias) const {
-    if (kMaskOrBias && (!(launch.scale > 0.0f) || bias == Bias::kOneColumn)) return false;
-    if (!sloped() || work.terms.slope == 0.0f) return true;
-    const bool rises = work.terms.slope < 0.0f;                          // with the distance
-    return (is_behind(work) && !rises) || (is_ahead(work) && (rises || work.start < work.last));
-  }
   CF_DEVICE bool capped(const Work& work) const { return kSoftcapOrAlibi && work.terms.softcap > 0.0f; }
   CF_DEVICE bool sloped() const { return kSoftcapOrAlibi && p.call.slopes != nullptr; }
-  CF_DEVICE i64 first_position(const Work& work) const { return work.row + 64 * number + work.sight.offset; }
-  CF_DEVICE bool is_behind(const Work& work) const { return first_position(work) >= (n + 1) * kBlockKV - 1; }
-  CF_DEVICE bool is_ahead(const Work& work) const { return first_position(work) + 63 < n * kBlockKV; }
+
+  // The references serve for key tiles that all rows see: with ALiBi, where they lie on one side of the rows, distances
+  // are exact, and addends fall on the way.
+  CF_DEVICE Course course_of(const Work& work, Bias bias, i32 steady_from, i32 steady_to) const {
+    Course course;
+    course.start = uniform(work.start), course.turned = course.start + uniform(work.last);
+    course.from = steady_from, course.to = steady_to;
+    if (kMaskOrBias && (!(launch.scale > 0.0f) || bias == Bias::kOneColumn)) course.to = course.from;
+    course.behind = 0x7fffffff, course.ahead = 0x7fffffff;
+    course.first = course.slope = 0.0f;
+    if (kSoftcapOrAlibi && sloped() && work.terms.slope != 0.0f) {
+      constexpr i64 kExact = 1 << 23;
+      const bool rises = work.terms.slope < 0.0f;                        // with the distance
+      const i64 at = work.row + 64 * number + work.sight.offset;         // of the warpgroup's first query
+      const bool exact = at < kExact && at > -kExact && p.seqlen_k < kExact;
+      const i32 near = exact ? i32(at) : 0;
+      course.slope = times(work.terms.slope, kLog2e);
+      course.first = float(near + (row_of(work) - work.row - 64 * number) - thread % 4 * 2);
+      course.behind = exact && !rises ? uniform((near + 1 - kBlockKV >= 0 ? (near + 1) / kBlockKV : 0)) : 0;
+      if (exact && (rises || course.start < uniform(work.last))) {
+        course.ahead = uniform(near + 63 < 0 ? 0 : (near + 63) / kBlockKV + 1);
+      }
+    }
+    course.rows = work.sight.q_length - row_of(work);
+    return course;
+  }
 
   // Scores become weights by the references as they are. Whether all the warp's rows allow that: else the products are
   // formed again.
-  CF_DEVICE bool weigh_steadily(Scores& s, const Work& work, Bias bias, i32 step, float (&sums)[2]) {
+  CF_DEVICE bool weigh_steadily(Scores& s, const Work& work, const Course& course, const Line& line, Bias bias, i32 step,
+                                bool cap, bool masked, float (&sums)[2]) {
     u32 near[2] = {~0u, ~0u};
     if constexpr (kPlainScores) {
       softmax.weigh<true>(s, 0, kScores / 4, unit, sums);
     } else {
-      const float first = float(row_of(work) + work.sight.offset - col()), scale = times(launch.scale, kLog2e);
-      const Line line(work.terms.slope, first, softmax.fast);
+      const float scale = times(launch.scale, kLog2e);
       const AddendTile tile = addends(step);
       const BiasRows rows(p, work.addends, row_of(work), col());
       const Steady steady{softmax.fast, line, tile, rows};
-      const Cap cap(work.terms, scale);
-      const auto cap_of = [&](int n) { return cap.factor(s[n], near[n / 2 % 2]); };
+      const auto cap_of = [&](int n) { return cap_factor(launch, s[n], near[n / 2 % 2]); };
       float factor = scale;
       if constexpr (kMaskOrBias) {             // the cap first: a mask hides where it does not hold, and code is saved
-        if (capped(work)) {
+        if (cap) {
           CF_UNROLL
           for (int n = 0; n < kScores; ++n) s[n] = times(s[n], cap_of(n));
           factor = 1.0f;
         }
-        if (has_mask(p)) apply_mask(s, tile, p, work.addends, row_of(work));
-        steady.weigh(s, sloped(), bias, sums, [&](int) { return factor; });
-      } else if (capped(work)) {
-        steady.weigh(s, sloped(), bias, sums, cap_of);
+        const bool together = masked && bias == Bias::kComes;
+        if (has_mask(p) && !together) apply_mask(s, tile, p, work.addends, row_of(work));
+        steady.weigh(s, sloped(), bias, together, sums, [&](int) { return factor; });
+      } else if (cap) {
+        steady.weigh(s, sloped(), bias, false, sums, cap_of);
       } else {
-        steady.weigh(s, sloped(), bias, sums, [&](int) { return scale; });
+        steady.weigh(s, sloped(), bias, false, sums, [&](int) { return scale; });
       }
     }
     bool holds[2];
     CF_UNROLL
     for (int h = 0; h < 2; ++h) {
-      const bool live = kPlainScores || row_of(work) + 8 * h < work.sight.q_length;
+      const bool live = kPlainScores || 8 * h < course.rows;
       holds[h] = !live || (i32(near[h]) < 0 && Softmax::in_range(sums[h]));
     }
     if (!vote_any(!holds[0] || !holds[1])) return true;
@@ -115,51 +142,57 @@ struct ShapedSteps : Warpgroup {
     output(weights);
     pass_turn();
   }
-  CF_DEVICE void use_weights(Scores& s, const Work& work, Bias bias, i32 step, const float (&sums)[2]) {
+  CF_DEVICE void use_weights(Scores& s, const Work& work, const float (&sums)[2]) {
     free_k();
-    fetch(work, bias, step - kAhead);
     softmax.l[0] += sums[0];
     softmax.l[1] += sums[1];
     drop_others(s, work);
   }
 
   // From S of the first key tile to the weights of the last. Where a step is not to be steady, or turns out not to be
-  // it, its weights are found behind the product before, in code that there is only once. patient: no steady step has
-  // failed that a softcap may have made fail.
+  // it, its weights are found behind the product before, in code that there is only once. A steady step that failed where
+  // a softcap may have made it fail is the last.
   CF_DEVICE void walk_shaped(Scores& s, Operand& weights, const Work& work, i32 step, i32 steady_from, i32 steady_to) {
     const Bias bias = kMaskOrBias ? bias_of(p, work.addends) : Bias::kNone;
+    const i32 first = uniform(work.first), last = step, cleared = work.v_rows < kBlockKV ? uniform(work.last) : -1;
+    const bool cap = capped(work);
+    const AddendSource source(p, work.addends, bias, work.row + 64 * number + thread / 32 * 16, thread % 32);
+    Course course = course_of(work, bias, steady_from, steady_to);
     CF_UNROLL
-    for (i32 ahead = 0; ahead < kAhead; ++ahead) fetch(work, bias, step - ahead);
-    if constexpr (kMaskOrBias) wait_for_addends();
-    bool again = false, patient = true;
+    for (i32 ahead = 0; ahead < kAhead; ++ahead) fetch(source, course, bias, first, last, step - ahead);
+    await_addends(bias);
+    bool again = false;
     float sums[2];
     CF_UNROLL_1
     while (true) {
       const bool moved = weigh_carefully(s, work, bias, step, n < steady_from, n >= steady_to, again, sums);
-      use_weights(s, work, bias, step, sums);
+      use_weights(s, work, sums);
+      fetch(source, course, bias, first, last, step - kAhead);
       to_operand(weights, s);
       if (moved) rescale();
       clear_values(work);
       CF_UNROLL_1
-      for (--step; step >= work.first; --step) {
+      for (--step; step >= first; --step) {
         shaped_products(s, weights, work);
-        n = work.tile(step);
-        if constexpr (kMaskOrBias) wait_for_addends();
-        const bool steady = n >= steady_from && n < steady_to && patient && is_steady(work, bias);
+        n = course.tile(step);
+        const Line line(course, n, softmax.fast);
+        await_addends(bias);
+        const bool steady = course.steady(n);
         sums[0] = sums[1] = 0.0f;
         wgmma_wait_group<1>();                 // S is there
-        if (!steady || !weigh_steadily(s, work, bias, step, sums)) {
+        if (!steady || !weigh_steadily(s, work, course, line, bias, step, cap, source.mask != nullptr, sums)) {
           again = steady;
-          patient = patient && !(steady && capped(work));
+          if (steady && cap) course.to = course.from;
           finish_output();
           break;
         }
-        use_weights(s, work, bias, step, sums);
+        use_weights(s, work, sums);
+        fetch(source, course, bias, first, last, step - kAhead);
         finish_output();                       // only now may the weights change
         to_operand(weights, s);
-        if constexpr (kFromWithin) clear_values(work);
+        if (kFromWithin && n == cleared) clear_values(work);
       }
-      if (step < work.first) break;
+      if (step < first) break;
     }
     drop_rounded(weights, work, col());
   }

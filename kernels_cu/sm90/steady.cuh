@@ -4,39 +4,40 @@
 //   factor    scale, or with a softcap a polynomial of product^2, where nothing comes near the softcap
 //   term      -reference, with ALiBi of keys on one side of the rows a line in the column, with a bias that too
 //
-// A mask has made products -inf before.
+// A mask has made products -inf before, or biases.
 #pragma once
 #include "sm90/softmax.cuh"
 #include "sm90/addends.cuh"
 
-// softcap * tanh(x) is softcap * x (c0 + c1 u + c2 u^2), u = x^2 - kNear^2, within 2^-22 of itself up to kNear. So the
-// sign of u says whether it holds.
-constexpr float kNear = 0.2f, kLeastCoefficient = 1e-33f;
+// What steady steps want to know of a piece of work, found once: what is computed between scores and weights nothing
+// hides.
+struct Course {
+  i32 start, turned;                   // key tiles of steps from `start` on are walked upward: turned - step
+  i32 from, to, behind, ahead;         // steady are key tiles of [from, to) below `behind` or from `ahead` on
+  float first, slope;                  // from this thread's column 0 of key tile 0 to its first row; of ALiBi, in base 2
+  i32 rows;                            // from its first row to the end of the queries
 
-struct Cap {
-  float c[3];
-  float limit;                   // of product^2, negative where the polynomial does not hold
-
-  CF_DEVICE Cap(const ScoreTerms<float>& terms, float unit) {
-    const float factor = times(terms.scale, terms.inverse_softcap), square = times(factor, factor);
-    c[0] = times(unit, 0.98687669f), c[1] = times(times(unit, square), -0.32287357f);
-    c[2] = times(times(times(unit, square), square), 0.13015409f);
-    limit = absolute(c[2]) > kLeastCoefficient ? times(kNear * kNear, rcp_approx_ftz(square)) : -1.0f;
-  }
-  // near: negative, as a signed number, while it has held.
-  CF_DEVICE float factor(float product, u32& near) const {
-    const float u = fused(product, product, -limit);
-    near &= bits_of(u);
-    return fused(u, fused(u, c[2], c[1]), c[0]);
+  CF_DEVICE i32 tile(i32 step) const { return kFromWithin && step >= start ? turned - step : step; }
+  CF_DEVICE bool steady(i32 n) const {
+    return n >= from && n < to && (!kSoftcapOrAlibi || n < behind || n >= ahead);
   }
 };
+
+// softcap * tanh(x) is softcap * x (c0 + c1 u + c2 u^2), u = x^2 - kNear^2, within 2^-22 of itself up to kNear. So the
+// sign of u says whether it holds. near: negative, as a signed number, while it has held.
+CF_DEVICE float cap_factor(const Launch& launch, float product, u32& near) {
+  const float u = fused(product, product, -launch.cap_limit);
+  near &= bits_of(u);
+  return fused(u, fused(u, launch.cap[2], launch.cap[1]), launch.cap[0]);
+}
 
 // ALiBi for keys on one side of a thread's two rows, less their references.
 struct Line {
   float step, base[2];
 
-  CF_DEVICE Line(float slope, float first, const float (&reference)[2]) {      // first: from column 0 to row 0
-    step = times(first > 0.0f ? slope : -slope, kLog2e);
+  CF_DEVICE Line(const Course& course, i32 n, const float (&reference)[2]) {
+    const float first = course.first - float(n * kBlockKV);
+    step = n < course.behind ? course.slope : -course.slope;
     CF_UNROLL
     for (int h = 0; h < 2; ++h) base[h] = fused(-step, first + float(8 * h), -reference[h]);
   }
@@ -45,40 +46,45 @@ struct Line {
 
 struct Steady {
   const float (&reference)[2];
-  Line line;
+  const Line& line;
   const AddendTile& tile;
   const BiasRows& rows;          // of a bias that is read from where it lies
 
-  // factor(n): of product n.
-  template <bool kSloped, Bias kBias, class Factor>
+  // factor(n): of product n. kMasked: biases come with a mask.
+  template <bool kSloped, Bias kBias, bool kMasked = false, class Factor>
   CF_DEVICE void weigh(Scores& s, float (&sums)[2], Factor factor) const {
     const auto weigh_one = [&](int n, float term) {
       s[n] = ex2_approx_ftz(fused(s[n], factor(n), term));
       sums[n / 2 % 2] += s[n];
     };
     const auto term = [&](int n) { return kSloped ? line.at(n) : -reference[n / 2 % 2]; };
+    const auto with_bias = [&](int n, float b) { weigh_one(n, fused(b, kLog2e, term(n))); };
     if constexpr (kBias == Bias::kComes) {
-      for_bias(tile, [&](int n, float b) { weigh_one(n, fused(b, kLog2e, term(n))); });
+      for_bias<kMasked>(tile, with_bias);
+    } else if constexpr (kBias == Bias::kComesWide) {
+      for_wide_bias(tile, with_bias);
     } else if constexpr (kBias == Bias::kInPlace) {
-      rows.for_each([&](int n, float b) { weigh_one(n, fused(b, kLog2e, term(n))); });
+      rows.for_each(with_bias);
     } else {
       CF_UNROLL
       for (int n = 0; n < kScores; ++n) weigh_one(n, term(n));
     }
   }
   template <bool kSloped, class Factor>
-  CF_DEVICE void weigh(Scores& s, Bias bias, float (&sums)[2], Factor factor) const {
+  CF_DEVICE void weigh(Scores& s, Bias bias, bool masked, float (&sums)[2], Factor factor) const {
     if constexpr (kMaskOrBias) {
+      constexpr Bias kOther = kWideComes ? Bias::kComesWide : Bias::kInPlace;
+      if (bias == Bias::kComes && masked) return weigh<kSloped, Bias::kComes, true>(s, sums, factor);
       if (bias == Bias::kComes) return weigh<kSloped, Bias::kComes>(s, sums, factor);
-      if (bias == Bias::kInPlace) return weigh<kSloped, Bias::kInPlace>(s, sums, factor);
+      if (bias == kOther) return weigh<kSloped, kOther>(s, sums, factor);
     }
     weigh<kSloped, Bias::kNone>(s, sums, factor);
   }
   template <class Factor>
-  CF_DEVICE void weigh(Scores& s, bool sloped, Bias bias, float (&sums)[2], Factor factor) const {
+  CF_DEVICE void weigh(Scores& s, bool sloped, Bias bias, bool masked, float (&sums)[2], Factor factor) const {
     if constexpr (kSoftcapOrAlibi) {
-      if (sloped) return weigh<true>(s, bias, sums, factor);
+      if (sloped) return weigh<true>(s, bias, masked, sums, factor);
     }
-    weigh<false>(s, bias, sums, factor);
+    weigh<false>(s, bias, masked, sums, factor);
   }
 };

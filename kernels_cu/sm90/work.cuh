@@ -15,6 +15,9 @@ struct Launch {
   i32 heads;             // of all items
   i32 group;             // heads walked side by side, so that their keys and values stay in the L2 cache
   i32 out_by_tma;        // 0: the layout or dtype of out is none for TMA
+  float cap[3];          // of the polynomial that stands for a softcap of small products: sm90/steady.cuh
+  float cap_limit;       // of product^2, negative where it does not hold
+  i32 items;             // of which all share a bias, and are walked side by side; 1: items come one after the other
 };
 
 constexpr i32 kConsumers = kBlockQ / 64;
@@ -54,8 +57,8 @@ CF_DEVICE void place(Work& work, const Params& p, const Launch& launch, u32 tile
   const u32 head = first_head + rest % size;
   work.row = (launch.query_tiles - 1 - rest / size) * kBlockQ;
   work.head = head % p.heads_q;
-  work.head_kv = work.head / (p.heads_q / p.heads_kv);
   u32 number = head / p.heads_q;
+  if (launch.items > 1) number = head % launch.items, work.head = head / launch.items;
   work.item.number = number;
   CF_UNROLL
   for (int axis = kLeadAxes - 1; axis >= 0; --axis) {
@@ -65,6 +68,7 @@ CF_DEVICE void place(Work& work, const Params& p, const Launch& launch, u32 tile
       number /= p.lead[axis];
     }
   }
+  work.head_kv = work.head / (p.heads_q / p.heads_kv);
 }
 
 CF_DEVICE void see_nothing(Work& work) {
