@@ -3,6 +3,10 @@
 #pragma once
 #include "sm90/warpgroup.cuh"
 
+// O is finished in the middle of the weights, and later ones are rounded as they come.
+constexpr bool kEarlyWeights = false;
+constexpr bool kDropFirst = false;
+
 struct ShapedSteps : Warpgroup {
   CF_DEVICE void drop_rounded(Operand& weights, const Work& work, i32 col) const {
     if constexpr (kDropout) {
@@ -95,10 +99,16 @@ struct ShapedSteps : Warpgroup {
   // Scores become weights by the references as they are. Whether all the warp's rows allow that: else the products are
   // formed again.
   CF_DEVICE bool weigh_steadily(Scores& s, const Work& work, const Course& course, const Line& line, Bias bias, i32 step,
-                                bool cap, bool masked, float (&sums)[2]) {
+                                bool cap, bool masked, Operand& weights, float (&sums)[2]) {
+    constexpr int kBlocks = kBlockKV / 16, kMiddle = kEarlyWeights ? kBlocks / 2 : 0;
     u32 near[2] = {~0u, ~0u};
+    const auto middle = [&] {
+      if constexpr (kEarlyWeights) finish_output();
+    };
     if constexpr (kPlainScores) {
-      softmax.weigh<true>(s, 0, kScores / 4, unit, sums);
+      softmax.weigh<true>(s, 0, 2 * kMiddle, unit, sums);
+      middle();
+      softmax.weigh<true>(s, 2 * kMiddle, kScores / 4, unit, sums);
     } else {
       const float scale = times(launch.scale, kLog2e);
       const AddendTile tile = addends(step);
@@ -106,21 +116,28 @@ struct ShapedSteps : Warpgroup {
       const Steady steady{softmax.fast, line, tile, rows};
       const auto cap_of = [&](int n) { return cap_factor(launch, s[n], near[n / 2 % 2]); };
       float factor = scale;
+      bool together = false;
       if constexpr (kMaskOrBias) {             // the cap first: a mask hides where it does not hold, and code is saved
         if (cap) {
           CF_UNROLL
           for (int n = 0; n < kScores; ++n) s[n] = times(s[n], cap_of(n));
           factor = 1.0f;
         }
-        const bool together = masked && bias == Bias::kComes;
+        together = masked && bias == Bias::kComes;
         if (has_mask(p) && !together) apply_mask(s, tile, p, work.addends, row_of(work));
-        steady.weigh(s, sloped(), bias, together, sums, [&](int) { return factor; });
-      } else if (cap) {
-        steady.weigh(s, sloped(), bias, false, sums, cap_of);
-      } else {
-        steady.weigh(s, sloped(), bias, false, sums, [&](int) { return scale; });
       }
+      const auto weigh = [&](int from, int to) {
+        if (!kMaskOrBias && cap) {
+          steady.weigh(s, from, to, sloped(), bias, false, sums, cap_of);
+        } else {
+          steady.weigh(s, from, to, sloped(), bias, together, sums, [&](int) { return factor; });
+        }
+      };
+      if constexpr (kMiddle > 0) weigh(0, kMiddle);
+      middle();
+      weigh(kMiddle, kBlocks);
     }
+    if constexpr (kEarlyWeights) to_operand(weights, s);
     bool holds[2];
     CF_UNROLL
     for (int h = 0; h < 2; ++h) {
@@ -134,10 +151,11 @@ struct ShapedSteps : Warpgroup {
 
   // S of the step; O += P V of the one before runs on.
   CF_DEVICE void shaped_products(Scores& s, Operand& weights, const Work& work) {
+    if (kDropFirst) drop_rounded(weights, work, col());
     wait_k();
     wait_for_turn();
     scores(s);
-    drop_rounded(weights, work, col());
+    if (!kDropFirst) drop_rounded(weights, work, col());
     wait_v();
     output(weights);
     pass_turn();
@@ -171,6 +189,7 @@ struct ShapedSteps : Warpgroup {
       to_operand(weights, s);
       if (moved) rescale();
       clear_values(work);
+      if (!kOutApart && step == last) free_results(work);
       CF_UNROLL_1
       for (--step; step >= first; --step) {
         shaped_products(s, weights, work);
@@ -180,16 +199,18 @@ struct ShapedSteps : Warpgroup {
         const bool steady = course.steady(n);
         sums[0] = sums[1] = 0.0f;
         wgmma_wait_group<1>();                 // S is there
-        if (!steady || !weigh_steadily(s, work, course, line, bias, step, cap, source.mask != nullptr, sums)) {
+        if (!steady || !weigh_steadily(s, work, course, line, bias, step, cap, source.mask != nullptr, weights, sums)) {
           again = steady;
           if (steady && cap) course.to = course.from;
-          finish_output();
+          if (!kEarlyWeights || !steady) finish_output();
           break;
         }
         use_weights(s, work, sums);
         fetch(source, course, bias, first, last, step - kAhead);
-        finish_output();                       // only now may the weights change
-        to_operand(weights, s);
+        if constexpr (!kEarlyWeights) {
+          finish_output();                     // only now may the weights change
+          to_operand(weights, s);
+        }
         if (kFromWithin && n == cleared) clear_values(work);
       }
       if (step < first) break;
