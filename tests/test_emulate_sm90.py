@@ -78,6 +78,7 @@ def test_hidden_keys_may_be_anything(bad):
     run(64, mask=mask, edit=spoil)
     run(64, mask=mask, softcap=30.0, edit=spoil)
     run(64, bias=np.where(mask, 0.5, NEG_INF).astype(BFLOAT16), edit=spoil)
+    run(64, bias=BIAS.astype(BFLOAT16), mask=mask, edit=spoil)
 
 
 @pytest.mark.parametrize("p", [2.0**-16, 0.5, 0.5001, 0.9, 1.0])
@@ -95,6 +96,16 @@ def test_masks_and_biases_that_repeat_and_other_dtypes():
     run(64, bias=single)
     run(64, bias=single, mask=MASK, softcap=30.0)
     run(64, bias=single, **OPTIONS["alibi"])
+    run(64, bias=single, **OPTIONS["dropout"])
+    run(64, bias=BIAS.astype(BFLOAT16), mask=np.where(MASK, 128, 0).astype(np.uint8).view(bool))
+    run(64, bias=BIAS.astype(BFLOAT16), mask=MASK[:, :1])
+
+
+@pytest.mark.parametrize("causal", [False, "bottom_right"])
+def test_items_that_share_a_bias(causal):
+    q, k, v = qkv(np, 3, 2, M, N, 64, dtype=BFLOAT16)
+    machine = Machine("plain", compute_capability=90)
+    check(q, k, v, via=vjp_on(machine), backward=False, bias=BIAS.astype(BFLOAT16), causal=causal)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -174,8 +174,8 @@ def test_layouts_that_tma_takes(sizes, strides, taken):
 
 
 def test_the_schedule_walks_heads_side_by_side_while_their_keys_fit_the_cache():
-    def group(right, head_bytes, heads=64):
-        extras = sm90_launch.Extras((None,) * 4, 3, heads, head_bytes, False)
+    def group(right, head_bytes, heads=64, items=1):
+        extras = sm90_launch.Extras((None,) * 4, 3, heads, head_bytes, False, items)
         numbers = [0.0] * len(params.NUMBERS)
         numbers[params.NUMBERS.index("scale")] = 0.5
         numbers[params.NUMBERS.index("right")] = params.UNBOUNDED if right is None else right
@@ -185,6 +185,8 @@ def test_the_schedule_walks_heads_side_by_side_while_their_keys_fit_the_cache():
     assert group(0, 1e6)[6] == 32  # 32 MB hold 32 heads of 1 MB
     assert group(0, 1e6, heads=5)[6] == 5
     assert group(0, 1e9)[6] == 1
+    assert group(None, 1e6, items=4)[6] == 4  # which share a bias
+    assert group(None, 1e6, items=64)[6] == 32
     counter, scale, unit, tiles, query_tiles, heads, *_, by_tma = group(None, 1e6)
     assert (counter, scale, tiles, query_tiles, heads, by_tma) == (8, 0.5, 192, 3, 64, 0)
     assert unit == np.float32(0.5) * np.float32(np.log2(np.e))
