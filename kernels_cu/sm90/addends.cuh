@@ -59,6 +59,9 @@ template <int kCount> CF_DEVICE void fetch_row(u32 to, const u8* from, i32 lane,
   }
 }
 
+// Keys from `first` on, or some more than a tile has: their bytes fit 32 bits.
+CF_DEVICE i32 keys_from(const Params& p, i32 first) { return smaller(p.seqlen_k - first, kBlockKV + 16); }
+
 // Where a lane's part of a warp's rows begins, from key 0 on: two lanes a row, every other chunk each. Rows past the end
 // repeat the last one: they are not used.
 struct AddendSource {
@@ -95,8 +98,8 @@ struct AddendSource {
 CF_DEVICE void fetch_addends(const AddendTile& tile, const Params& p, const Addends& a, Bias kind, i32 row, i32 first,
                              i32 lane) {
   const AddendSource source(p, a, kind, row, lane);
-  source.fetch_bias(tile, kind, first, p.seqlen_k - first, lane);
-  source.fetch_mask(tile, first, p.seqlen_k - first, lane);
+  source.fetch_bias(tile, kind, first, keys_from(p, first), lane);
+  source.fetch_mask(tile, first, keys_from(p, first), lane);
 }
 
 template <i32 kGroups = kAhead - 1> CF_DEVICE void wait_for_addends() {

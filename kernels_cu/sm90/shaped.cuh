@@ -30,9 +30,9 @@ struct ShapedSteps : Warpgroup {
       const AddendTile tile = addends(step);
       const i32 lane = thread % 32, others = step + (bias == Bias::kComesWide ? kAhead - 1 : 0);
       const i32 key = course.tile(step) * kBlockKV, key_of_others = course.tile(others) * kBlockKV;
-      if (step >= first) source.fetch_mask(tile, key, p.seqlen_k - key, lane);
+      if (step >= first) source.fetch_mask(tile, key, keys_from(p, key), lane);
       if (others >= first && others <= last) {
-        source.fetch_bias(tile, bias, key_of_others, p.seqlen_k - key_of_others, lane);
+        source.fetch_bias(tile, bias, key_of_others, keys_from(p, key_of_others), lane);
       }
       cp_async_commit_group();                 // one for each step
     }
