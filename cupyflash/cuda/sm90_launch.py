@@ -48,7 +48,8 @@ def cap_polynomial(scale: float, softcap: float) -> tuple[float, ...]:
     square = ratio * ratio
     factors = tuple(c * unit * x for c, x in zip(_NEAR_TANH, (1.0, square, square * square)))
     limit = _NEAR**2 / square if square > 0.0 else math.inf
-    holds = abs(factors[2]) > 1e-33 and all(abs(x) < 1e38 for x in (*factors, limit))  # within float32's range
+    in_range = all(abs(x) < 1e38 for x in (*factors, limit))  # of float32
+    holds = in_range and abs(factors[2]) > 1e-33
     return (*factors, limit) if holds else (0.0, 0.0, 0.0, -1.0)
 
 
@@ -85,7 +86,7 @@ class Extras:
         ]
         head_bytes = s.seqlen_k * (s.head_dim + s.head_dim_v) * s.dtype.itemsize * s.heads_kv / s.heads_q
         query_tiles = -(-s.seqlen_q // g.block_q)
-        items = s.batch if SHARE and _shared_by_items(layouts.get("bias"), s) else 1
+        items = s.batch if _shared_by_items(layouts.get("bias"), s) else 1
         return cls(tuple(forms), query_tiles, s.batch * s.heads_q, head_bytes, any(s.options[:2]), items)
 
     def maps(self, addresses: Sequence[int]) -> bytes:
@@ -100,12 +101,9 @@ class Extras:
         fit = 2 ** int(math.log2(max(1.0, _HALF_OF_L2 / max(1.0, self.head_bytes))))
         group = max(1, min(together, fit))
         by_tma = self.forms[_OUT] is not None and addresses[_OUT] % ALIGNMENT == 0
-        tiles = self.query_tiles * self.heads
+        counts = (self.query_tiles * self.heads, self.query_tiles, self.heads, group)
         cap = cap_polynomial(float(scale), numbers[_SOFTCAP])
-        return (_LAUNCH.pack(counter, scale, unit, tiles, self.query_tiles, self.heads, group, by_tma, *cap, self.items),)
-
-
-SHARE = True
+        return (_LAUNCH.pack(counter, scale, unit, *counts, by_tma, *cap, self.items),)
 
 
 def _shared_by_items(bias: Layout | None, sizes: Sizes) -> bool:
@@ -152,7 +150,8 @@ def _in_units(problem: Any, dout: Any) -> dict[str, tuple[Any, int, np.dtype[Any
     """The operands that are read several elements at a time: how many, and of which dtype.
 
     They are q, k, v and dout of 16 bits, by TMA, and a mask or bias of more than one column, in pairs (beside q of 16
-    bits: 16 bytes at a time), the bias in q's dtype or float32; in the backward of float32 only a bias of another dtype.
+    bits: 16 bytes at a time), the bias in q's dtype or float32; in the backward of float32 only a bias of another
+    dtype.
     """
     p, forward, single = problem, dout is None, np.dtype(np.float32)
     halves = p.dtype.itemsize == 2

@@ -114,12 +114,12 @@ CF_DEVICE u32 hide(u32 biases, u32 bytes) {
 }
 
 // use(entry, addend) for all of a thread's entries, from what has come of the bias. kMasked: and of the mask.
-template <bool kMasked = false, class Use> CF_DEVICE void for_bias(const AddendTile& tile, Use use, int block = 0, int stop = kPairs / 2) {
+template <bool kMasked = false, class Use> CF_DEVICE void for_bias(const AddendTile& tile, Use use) {
   const i32 lane = i32(opaque(thread_index() % 32));
   const u32 from = tile.bias + lane % 16 * kBiasRowBytes + lane / 16 * 16;
   const u32 mask = tile.mask + lane / 4 * kMaskRowBytes + lane % 4 * 2;
   CF_UNROLL
-  for (int j = 2 * block; j < 2 * stop; j += 2) {
+  for (int j = 0; j < kPairs; j += 2) {
     u32 words[4];                // rows 0 to 7 and 8 to 15 of chunk j, and of chunk j + 1
     ldmatrix_x4(words, from + 16 * j);
     if constexpr (kMasked) {
@@ -137,11 +137,11 @@ template <bool kMasked = false, class Use> CF_DEVICE void for_bias(const AddendT
 }
 
 // The same for a bias of float32.
-template <class Use> CF_DEVICE void for_wide_bias(const AddendTile& tile, Use use, int block = 0, int stop = kPairs / 2) {
+template <class Use> CF_DEVICE void for_wide_bias(const AddendTile& tile, Use use) {
   const i32 lane = i32(opaque(thread_index() % 32));
   const u32 from = tile.wide + lane / 4 * kWideRowBytes + lane % 4 * 8;
   CF_UNROLL
-  for (int n = 4 * block; n < 4 * stop; ++n) {
+  for (int n = 0; n < kScores / 2; ++n) {
     float first, second;
     ld_shared_f32x2(first, second, from + n % 2 * 8 * kWideRowBytes + n / 2 * 32);
     use(2 * n, first), use(2 * n + 1, second);
@@ -177,9 +177,9 @@ struct BiasRows {
                      smaller(row + 8 * h, p.seqlen_q - 1) * a.bias_row;
     }
   }
-  template <class Use> CF_DEVICE void for_each(Use use, int block, int stop) const {
+  template <class Use> CF_DEVICE void for_each(Use use) const {
     CF_UNROLL
-    for (int n = 4 * block; n < 4 * stop; ++n) {
+    for (int n = 0; n < kScores / 2; ++n) {
       const auto pair = *reinterpret_cast<const Packed<float, 2>*>(in_global(row[n % 2]) + 8 * (n / 2));
       use(2 * n, pair.value[0]), use(2 * n + 1, pair.value[1]);
     }

@@ -3,8 +3,6 @@
 #pragma once
 #include "sm90/warpgroup.cuh"
 
-// O is finished in the middle of the weights, and later ones are rounded as they come.
-constexpr bool kEarlyWeights = false;
 constexpr bool kDropFirst = false;
 
 struct ShapedSteps : Warpgroup {
@@ -99,16 +97,10 @@ struct ShapedSteps : Warpgroup {
   // Scores become weights by the references as they are. Whether all the warp's rows allow that: else the products are
   // formed again.
   CF_DEVICE bool weigh_steadily(Scores& s, const Work& work, const Course& course, const Line& line, Bias bias, i32 step,
-                                bool cap, bool masked, Operand& weights, float (&sums)[2]) {
-    constexpr int kBlocks = kBlockKV / 16, kMiddle = kEarlyWeights ? kBlocks / 2 : 0;
+                                bool cap, bool masked, float (&sums)[2]) {
     u32 near[2] = {~0u, ~0u};
-    const auto middle = [&] {
-      if constexpr (kEarlyWeights) finish_output();
-    };
     if constexpr (kPlainScores) {
-      softmax.weigh<true>(s, 0, 2 * kMiddle, unit, sums);
-      middle();
-      softmax.weigh<true>(s, 2 * kMiddle, kScores / 4, unit, sums);
+      softmax.weigh<true>(s, 0, kScores / 4, unit, sums);
     } else {
       const float scale = times(launch.scale, kLog2e);
       const AddendTile tile = addends(step);
@@ -126,18 +118,12 @@ struct ShapedSteps : Warpgroup {
         together = masked && bias == Bias::kComes;
         if (has_mask(p) && !together) apply_mask(s, tile, p, work.addends, row_of(work));
       }
-      const auto weigh = [&](int from, int to) {
-        if (!kMaskOrBias && cap) {
-          steady.weigh(s, from, to, sloped(), bias, false, sums, cap_of);
-        } else {
-          steady.weigh(s, from, to, sloped(), bias, together, sums, [&](int) { return factor; });
-        }
-      };
-      if constexpr (kMiddle > 0) weigh(0, kMiddle);
-      middle();
-      weigh(kMiddle, kBlocks);
+      if (!kMaskOrBias && cap) {
+        steady.weigh(s, sloped(), bias, false, sums, cap_of);
+      } else {
+        steady.weigh(s, sloped(), bias, together, sums, [&](int) { return factor; });
+      }
     }
-    if constexpr (kEarlyWeights) to_operand(weights, s);
     bool holds[2];
     CF_UNROLL
     for (int h = 0; h < 2; ++h) {
@@ -199,18 +185,16 @@ struct ShapedSteps : Warpgroup {
         const bool steady = course.steady(n);
         sums[0] = sums[1] = 0.0f;
         wgmma_wait_group<1>();                 // S is there
-        if (!steady || !weigh_steadily(s, work, course, line, bias, step, cap, source.mask != nullptr, weights, sums)) {
+        if (!steady || !weigh_steadily(s, work, course, line, bias, step, cap, source.mask != nullptr, sums)) {
           again = steady;
           if (steady && cap) course.to = course.from;
-          if (!kEarlyWeights || !steady) finish_output();
+          finish_output();
           break;
         }
         use_weights(s, work, sums);
         fetch(source, course, bias, first, last, step - kAhead);
-        if constexpr (!kEarlyWeights) {
-          finish_output();                     // only now may the weights change
-          to_operand(weights, s);
-        }
+        finish_output();                       // only now may the weights change
+        to_operand(weights, s);
         if (kFromWithin && n == cleared) clear_values(work);
       }
       if (step < first) break;

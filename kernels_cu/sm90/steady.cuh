@@ -50,9 +50,9 @@ struct Steady {
   const AddendTile& tile;
   const BiasRows& rows;          // of a bias that is read from where it lies
 
-  // The entries of key blocks [from, to), of 16 keys. factor(n): of product n. kMasked: biases come with a mask.
+  // factor(n): of product n. kMasked: biases come with a mask.
   template <bool kSloped, Bias kBias, bool kMasked = false, class Factor>
-  CF_DEVICE void weigh(Scores& s, int from, int to, float (&sums)[2], Factor factor) const {
+  CF_DEVICE void weigh(Scores& s, float (&sums)[2], Factor factor) const {
     const auto weigh_one = [&](int n, float term) {
       s[n] = ex2_approx_ftz(fused(s[n], factor(n), term));
       sums[n / 2 % 2] += s[n];
@@ -60,32 +60,31 @@ struct Steady {
     const auto term = [&](int n) { return kSloped ? line.at(n) : -reference[n / 2 % 2]; };
     const auto with_bias = [&](int n, float b) { weigh_one(n, fused(b, kLog2e, term(n))); };
     if constexpr (kBias == Bias::kComes) {
-      for_bias<kMasked>(tile, with_bias, from, to);
+      for_bias<kMasked>(tile, with_bias);
     } else if constexpr (kBias == Bias::kComesWide) {
-      for_wide_bias(tile, with_bias, from, to);
+      for_wide_bias(tile, with_bias);
     } else if constexpr (kBias == Bias::kInPlace) {
-      rows.for_each(with_bias, from, to);
+      rows.for_each(with_bias);
     } else {
       CF_UNROLL
-      for (int n = 8 * from; n < 8 * to; ++n) weigh_one(n, term(n));
+      for (int n = 0; n < kScores; ++n) weigh_one(n, term(n));
     }
   }
   template <bool kSloped, class Factor>
-  CF_DEVICE void weigh(Scores& s, int from, int to, Bias bias, bool masked, float (&sums)[2], Factor factor) const {
+  CF_DEVICE void weigh(Scores& s, Bias bias, bool masked, float (&sums)[2], Factor factor) const {
     if constexpr (kMaskOrBias) {
       constexpr Bias kOther = kWideComes ? Bias::kComesWide : Bias::kInPlace;
-      if (bias == Bias::kComes && masked) return weigh<kSloped, Bias::kComes, true>(s, from, to, sums, factor);
-      if (bias == Bias::kComes) return weigh<kSloped, Bias::kComes>(s, from, to, sums, factor);
-      if (bias == kOther) return weigh<kSloped, kOther>(s, from, to, sums, factor);
+      if (bias == Bias::kComes && masked) return weigh<kSloped, Bias::kComes, true>(s, sums, factor);
+      if (bias == Bias::kComes) return weigh<kSloped, Bias::kComes>(s, sums, factor);
+      if (bias == kOther) return weigh<kSloped, kOther>(s, sums, factor);
     }
-    weigh<kSloped, Bias::kNone>(s, from, to, sums, factor);
+    weigh<kSloped, Bias::kNone>(s, sums, factor);
   }
   template <class Factor>
-  CF_DEVICE void weigh(Scores& s, int from, int to, bool sloped, Bias bias, bool masked, float (&sums)[2],
-                       Factor factor) const {
+  CF_DEVICE void weigh(Scores& s, bool sloped, Bias bias, bool masked, float (&sums)[2], Factor factor) const {
     if constexpr (kSoftcapOrAlibi) {
-      if (sloped) return weigh<true>(s, from, to, bias, masked, sums, factor);
+      if (sloped) return weigh<true>(s, bias, masked, sums, factor);
     }
-    weigh<false>(s, from, to, bias, masked, sums, factor);
+    weigh<false>(s, bias, masked, sums, factor);
   }
 };
