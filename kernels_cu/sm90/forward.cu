@@ -69,9 +69,9 @@
 //
 // What shapes scores costs time by its instructions, for nothing hides them: a multiply-add more a score takes 0.04 ms
 // at head dim 128 (4 x 16 heads, 4096 keys; plain 0.72 ms), 0.09 ms at 64 (plain 0.95). Milliseconds at head dim 128,
-// 2026-11-30. At first: one shape after the other, then weights; then one pass of straight code for each shape; now:
+// 2026-11-30. At first: one shape after the other, then weights; then one pass of straight code for each shape; later:
 //
-//                                                                      at first   then    now
+//                                                                      at first   then   later
 //   softcap 30         range told by the sign of a polynomial's place      1.40   1.07   1.02
 //   ALiBi              walked from where queries stand: only falls         0.99   0.97   0.88
 //   dropout 0.1        rounded pairs by two DPX instructions, in turns     1.35   1.18   1.19
@@ -89,8 +89,32 @@
 //   softcap + dropout                                                             1.40   1.35
 //   ALiBi + dropout                                                               1.36   1.24
 //
-// Those of 112 spill a register since; one of 96 with one tile of addends was not measured. Careful steps in one place,
-// behind the product before, cost softcap 3 % and saved a quarter of the code.
+// Careful steps in one place, behind the product before, cost softcap 3 % and saved a quarter of the code. A count of a
+// key tile's instructions then: 195 for plain weights, and 280 more than plain steps have around them, for what is known
+// of a piece of work was found again in every step, between scores and weights. Times of plain scores, of 4 x 16 heads
+// by turns in one process, before and since (plain 0.70 ms at head dim 128, 0.45 to 0.48 at 64):
+//
+//                                                                                    128             64
+//   ALiBi              found once (sm90/steady.cuh); 64: key tiles of 128, not 112   1.31   1.11     1.42   1.17
+//   softcap 30                                                                       1.49   1.41     1.75   1.47
+//   mask               no turns, which cost 1 to 5 % beside mask and bias            1.72   1.55     1.99   1.79
+//   bias               items that share it go side by side: 1 %                      1.93   1.72     2.25   2.06
+//   bias, float32      by cp.async, a tile ahead; side by side: 6 %                  2.66   2.13     3.33   2.65
+//   dropout 0.1        64: two consumers of 128 keys in turns                        1.85   1.79     2.37   2.02
+//   mask + bias        the mask hides biases before they are floats                  2.29   2.04     2.90   2.84
+//   mask + ALiBi                                                                     2.07   1.87     2.50   2.12
+//   mask + softcap                                                                   2.21   2.22     2.94   2.48
+//   bias + ALiBi                                                                     2.20   1.94     2.81   2.24
+//   bias + softcap                                                                   2.39   2.02     3.11   2.56
+//   mask + dropout                                                                   2.53   2.51     3.18   2.84
+//   bias + dropout                                                                   2.44   2.60     3.35   3.17
+//   softcap + dropout  128: key tiles of 128, not 112                                2.10   2.11     3.20   2.54
+//   ALiBi + dropout                                                                  2.17   1.91     2.83   2.19
+//
+// Clocks of a step of one warp at head dim 128, by %clock: ALiBi 2350, of which weights 1160; softcap 2940 and 1530;
+// dropout 3990, weights 1170 and Philox 1370; mask + bias (96 keys) 3180, weights 1430 and the way of the next 450 to
+// 890; S is there when it is waited for (40), O too (60). The compiler's own stall counts add up to 520 for ALiBi's
+// weights, 690 for softcap's, 630 for Philox.
 //
 // What did not help: key tiles of 80 at head dim 256; three consumers at head dim 128 (192 x 64, 192 x 80: 0.92 to
 // 1.02 of 128 x 128); key tiles of 64, 80 and 96 there in 5, 4 and 3 places (up to 27 % slower; 64 without turns 1 to
@@ -100,8 +124,11 @@
 // pass by the half of a diagonal tile that the first consumer does not see; the first piece prepared beside the
 // barriers; other groups of heads; Philox while scores are formed, its bits kept until the weights are there (1.48
 // ms); one loop for plain and shaped scores (plain 1 % slower); turns passed before Philox (softcap + dropout 1.57
-// ms); no turns beside mask and bias (bias + ALiBi 3 % faster, bias + dropout 27 % slower); items that share a bias
-// side by side; a bias in registers before its scores are there (spills).
+// ms); no turns beside bias and dropout (27 % slower); a bias in registers before its scores are there (spills); with
+// options, at head dim 128: a third place for keys, key tiles of 48, 64, 80, 96 and 144 (3 to 20 % slower), Philox before
+// the turn, turns passed before the second product; at 64: four places, four consumers of 256 x 64, 128 x 192, O
+// finished early (mask 20 % slower). Three consumers of 192 x 64 were 5 % faster beside mask and bias (mask + softcap 11),
+// but spill four registers.
 #include "sm90/shaped.cuh"
 
 constexpr bool kShaped = !kPlainScores || kDropout;
