@@ -182,6 +182,13 @@ CF_DEVICE float ex2_approx_ftz(float x) {
   return r;
 }
 
+// 1 / x within 1 unit in the last place.
+CF_DEVICE float rcp_approx_ftz(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 // Named barrier 1 to 15 of `threads` threads, whole warps; orders shared memory among them.
 CF_DEVICE void barrier_sync_aligned(i32 id, i32 threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -120,13 +120,6 @@ CF_DEVICE void st_release_gpu(u32* to, u32 x) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(to), "r"(x) : "memory");
 }
 
-// 1 / x within 1 unit in the last place.
-CF_DEVICE float rcp_approx_ftz(float x) {
-  float r;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
-  return r;
-}
-
 // The larger halves, as unsigned numbers; and max(min(a + b, c), 0) of signed halves.
 CF_DEVICE u32 max_u16x2(u32 a, u32 b) { return __vmaxu2(a, b); }
 CF_DEVICE u32 add_min_relu_s16x2(u32 a, u32 b, u32 c) { return __viaddmin_s16x2_relu(a, b, c); }

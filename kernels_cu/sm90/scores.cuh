@@ -4,20 +4,13 @@
 // products: the softmax takes the scale along. With any option, and in float32 always, they come in natural units:
 // there a mask of True changes no bit.
 #pragma once
+#include "attn/fast_tanh.cuh"
 #include "sm90/work.cuh"
 
 constexpr i32 kScores = kBlockKV / 2;                 // of a thread
 constexpr bool kPlainScores = sizeof(Element) == 2 && !kMaskOrBias && !kSoftcapOrAlibi;
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 using Scores = float[kScores];
-
-// tanh by one exponential and one reciprocal, within 3e-7; near 0, where 1 - 2 / (1 + e^2x) cancels, by its series.
-CF_DEVICE float fast_tanh(float x) {
-  const float power = ex2_approx_ftz(times(x, 2.0f * kLog2e)), square = times(x, x);
-  const float far = fused(-2.0f, rcp_approx_ftz(power + 1.0f), 1.0f);
-  const float near = times(x, fused(square, fused(square, 2.0f / 15.0f, -1.0f / 3.0f), 1.0f));
-  return absolute(x) < 0.125f ? near : far;
-}
 
 // softcap * tanh(scale * product / softcap).
 CF_DEVICE void cap(Scores& s, const ScoreTerms<float>& terms, float scale) {

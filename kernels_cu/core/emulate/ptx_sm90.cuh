@@ -241,7 +241,6 @@ CF_DEVICE void st_shared_f32x4(u32 to, float a, float b, float c, float d) {
   emulate::shared_at<emulate::Elements<float, 4>>(to) = {{a, b, c, d}};
 }
 
-CF_DEVICE float rcp_approx_ftz(float x) { return 1.0f / x; }
 CF_DEVICE u32 max_u16x2(u32 a, u32 b) { return larger(a >> 16, b >> 16) << 16 | larger(a & 0xffff, b & 0xffff); }
 CF_DEVICE u32 add_min_relu_s16x2(u32 a, u32 b, u32 c) {
   const auto half = [](u16 a, u16 b, u16 c) { return u32(u16(larger(smaller(i32(i16(a + b)), i32(i16(c))), 0))); };
