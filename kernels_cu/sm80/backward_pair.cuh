@@ -163,19 +163,22 @@ struct Pair {
 
   static CF_DEVICE i32 step_number(i32 x, i32 step_row) { return x * (kBlockQ / kStep) + step_row / kStep; }
 
+  CF_DEVICE AddendSource addends_of_pass(i32 head) const {
+    return {addends_of(p, pass.item, head), pass.sight.q_length, pass.sight.kv_length};
+  }
+
   // What the first warp of a pair does with a step: weights into shared memory and into dv.
   CF_DEVICE void give_weights(Accumulator& dv, i32 x, i32 step_row, bool whole) const {
     const i32 head = pass.at(x).head, row = pass.at(x).row + step_row;
     leave_flags<0>(x, step_row);
     const ScoreRules<true> rules{score_terms_of<float>(p, pass.item, head), pass.sight};
     Scores s, derivative;
+    AddendBatch<kStep, kMaskOrBias ? kPairRows : 16> addends;
+    if constexpr (kMaskOrBias) addends_of_pass(head).fetch(addends, row, col());
     const Reader<TileQ, false> own_read = kReaders ? read_q : Reader<TileQ, false>(0, 0, own_lane());
     multiply_keys<TileQ, kHeadDim>(s, shared, q_tile(x), own_read, step_row);
     const u32 staged = shared + kAtAddends + pair * kAddendBytes;
-    if constexpr (kMaskOrBias) {
-      const AddendSource source{addends_of(p, pass.item, head), pass.sight.q_length, pass.sight.kv_length};
-      source.stage<kStep, kPairRows>(staged, row, col());
-    }
+    if constexpr (kMaskOrBias) addends_of_pass(head).lay_out(addends, staged, row, col());
     if constexpr (!kPlainScores) rules.scale(s, derivative, col(), row, staged);
     const float factor = kPlainScores ? rules.terms.scale * kLog2e : kLog2e;
     const u32 lse_at = row_stats(x) + (step_row + fragment_col(0)) * 4;
