@@ -15,6 +15,15 @@
 // 0.339 at D 64; shorter steps, or tiles of 64 queries, then are slower. Pairs do not do so (0.332 without them to 0.353):
 // a look in every step whether rows still wait for their first key costs them 8 % of everything else.
 //
+// What did not help (2026-11-30, L 4096, ms): with queries in registers the products of step i + 1 among the exponentials of
+// step i 1.741 to 1.926 at D 64, and O += P V of step i - 1 there, too, 1.902 (D 128: 1.429 to 1.779); warps of one block of
+// eight that take turns at products 2.340, without turns 1.868; 16 rows a warp, eight warps 1.860; a quarter of the
+// exponentials by products instead 1.794 (D 128: 1.497, D 256: 1.668 to 1.693), half of them 1.951; full and empty barriers
+// for each place of a tile, so that warps may drift apart, 4 to 12 % slower at every head dim. Without any exponentials
+// (and wrong) it takes 1.488 at D 64 and 1.423 at D 128: what is left there is products and the issue of all else.
+// Softcap and ALiBi with 128 queries a block instead of 64 at D 128, steps of 64 keys instead of 32 at D 64: to 0.7 to 0.8
+// and 0.86 to 0.92 of the time.
+//
 //   tile j        | wait for K(j + 1), V(j); start copies of K(j + 2), V(j + 1)
 //     each step i | S = Q K^T    P = exp(S), dropout    check    O += P V
 //
