@@ -239,19 +239,33 @@ CF_DEVICE void remove_unseen(Operand& ds, const Operand& weights) {
 }
 constexpr bool kRemovedLate = kPlainScores && kDropout;      // by this; else gradients_of does it
 
+// Whether delta of some query is infinite or no number: a weight of 0 times it would not be 0.
+CF_DEVICE bool any_strange(u32 delta, i32 thread) {
+  bool ordinary = true;
+  CF_UNROLL
+  for (i32 row = 0; row < kBlockQ; row += 32) {
+    ordinary = ordinary && absolute(ld_shared_f32(delta + (row + thread % 32) * 4)) < Limits<float>::infinity();
+  }
+  return vote_any(!ordinary);
+}
+
 // dA of a tile from its weights, dP in dp, and delta of its queries (at `from`, if not loaded early). `edge`: some key is
-// not seen by some query; the gain of such a key, NaN or infinite as it may be, becomes 0.
+// not seen by some query.
 template <class Weight, class Dropped>
 CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped dropped, const Operand& derivative, const Place& at,
                             bool edge, RowNumbers& delta, u32 from, u32 zeros, i32 thread) {
-  if (kPlainScores && !kDropout && edge) {                 // gains are formed here, and below they have no delta
+  if (!kDropout && (!kPlainScores || edge)) {              // what stands there, NaN too, is never seen
     CF_UNROLL
-    for (int n = 0; n < kScores; ++n) {
-      if (!kLoadEarly && n % 4 == 0) delta.load(from, n / 4, thread);
-      dp[n] = weight(n) == 0.0f ? 0.0f : dp[n] - delta.of(n);
+    for (int n = 0; n < kScores; ++n) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
+    if (any_strange(from, thread)) {                       // gains are formed here, and have no delta below
+      CF_UNROLL
+      for (int n = 0; n < kScores; ++n) {
+        if (!kLoadEarly && n % 4 == 0) delta.load(from, n / 4, thread);
+        if (weight(n) != 0.0f) dp[n] -= delta.of(n);
+      }
+      from = zeros;
+      if constexpr (kLoadEarly) delta = RowNumbers{};
     }
-    from = zeros;
-    if constexpr (kLoadEarly) delta = RowNumbers{};
   }
   const float kept = kDropout ? dropout_scale<float>(at.p) : 1.0f;
   CF_UNROLL
@@ -264,7 +278,7 @@ CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped drop
       if constexpr (kDropout) gain = fused(dropped(n) ? 0.0f : dp[n], kept, -own_delta);
       dp[n] = weight(n) * gain;
       if constexpr (kSoftcapOrAlibi) dp[n] *= entry_of(derivative, n);
-      if constexpr (!kPlainScores) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
+      if constexpr (kDropout && !kPlainScores) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
     }
     if constexpr (kRoundedWeights) {
       ds[2 * j] = cvt_rn_x2<Element>(dp[4 * j], dp[4 * j + 1]);
