@@ -194,6 +194,10 @@ CF_DEVICE void barrier_sync_aligned(i32 id, i32 threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+CF_DEVICE void barrier_arrive_aligned(i32 id, i32 threads) {      // does not wait
+  asm volatile("barrier.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // red.global.add: *p += x, in no particular order with other threads.
 CF_DEVICE void red_add(float* p, float x) { asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory"); }
 CF_DEVICE void red_add(double* p, double x) {

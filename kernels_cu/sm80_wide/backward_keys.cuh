@@ -14,8 +14,9 @@
 //    second  | dP^T = V dO^T     count x + 2     #   P^T <- shared    dA^T (-> shared)   dk += dA^T Q   dq of x + 1
 //                                                # the pair
 //
-// Where exponentials are slow second warps take their part of dq before they wait for P^T. With one place for a tile
-// (kStages) dq of x comes after a barrier at its end, while x - 1 is on its way.
+// Where exponentials are slow (double) second warps take their part of dq before they wait for P^T, and P^T crosses in
+// halves. With one place for a tile (kStages) dq of x comes after a barrier at its end, while x - 1 is on its way: first
+// warps alone copy it, so that second ones are done with their products when they stand at their adds.
 //
 // dq, zeros at first (prepost/delta.cu), is summed where it will stay: each warp adds its part, over all keys of the block.
 // In order (p.splits, heads that take turns, is not 0) a block adds to a tile after all blocks of earlier keys, so that
@@ -39,11 +40,19 @@
 //   dq added in whole sectors of 32 bytes                                               36.2 / 31.1, 34.7 / 30.3
 //   doubles read one by one (product.cuh)                                               37.1 / 31.3, 36.5 / 29.8
 //   the same in no order                                                                39.0 / 33.4, 37.1 / 31.7
-// The order of axes in memory costs nothing. Before sectors were whole, float64 of D 128 without adding to dq was 38;
-// without exponentials too 40.5; without copies of Q and dO too 45 (wrong results). Slower at D 128: half of Q and dO
-// on its way while the other half is read 36.1; both asked for early, into L2, 36.4; second warps' dq while first ones
-// take exponentials, dA in the place of P, 32.5; 16 queries 31.9. At D 64: 128 keys and 16 queries 28.4, 32 keys and
-// two blocks 19.3 (both before); 64 queries in one place 34.4 / 32.7, but it spills.
+//   another hour: the same                                                              34.6 / 28.9, 37.8 / 30.7
+//   columns of K in the order that makes sectors, no exchange of dq                     37.6 /    -, 38.5 /    -
+//   P in halves, scale and lse in one instruction                                       38.6 / 32.5, 38.2 / 32.2
+//   first warps alone copy; 64 queries in one place for D 64                            40.8 / 36.4, 40.4 / 36.3
+//   these in no order, and before them                41.3 / 37.3, 40.5 / 37.1;         38.4 / 33.1, 38.5 / 32.4
+// A tile of D 128 takes 10240 cycles of the tensor cores. They were busy for 97 % of the time of products, 90 % of dq's,
+// which two warps do at once (one alone keeps them busy for 65 to 73 %); but a tile took 16400: 1260 for exponentials, 850
+// for dA, 1300 to 2000 for copies, 2000 for adds (the memory adds 2.4 TB/s of doubles, whoever asks). Instructions on
+// doubles take the tensor cores' time. Without adds, or without exponentials, 7 % less; without both and copies 26 %
+// (wrong results). Slower at D 128: first warps ahead, and all of dq with second ones, 38.5 in order, 41.8 in none (D 64
+// 34.7 and 38.2); half of dq with the first ones 33.5; half of Q and dO on its way while the other half is read; both asked
+// for early, into L2; products of depth 16; 16 queries 31.9. At D 64: 128 keys and 16 queries 28.4, 32 keys and two blocks
+// 19.3 (both before). The order of axes in memory costs nothing.
 //
 // Shared memory: K, V, kStages tiles of Q and dO, P, lse and delta of as many, and dA, the block's work.
 #pragma once
@@ -56,13 +65,19 @@ constexpr i32 kWideDim = larger(kHeadDim, kHeadDimV);
 // Whether second warps sum queries while first ones take exponentials: worth it where those are slow.
 constexpr bool kSumsMeanwhile = kSumsQueries && kStages == 2 && sizeof(Score) == 8;
 static_assert(kBlockKV % (16 * kPairs) == 0 && kBlockQ % 16 == 0, "whole fragments");
-static_assert(2 * kBlockQ <= kThreads, "a thread fetches one of lse or delta");
+// Threads that copy a tile: in one place first warps alone, while second ones take dq.
+constexpr i32 kLoaders = kStages == 1 ? kThreads / 2 : kThreads;
+static_assert(2 * kBlockQ <= kLoaders, "a thread fetches one of lse or delta");
 
 using TileK = Tile<kBlockKV, kHeadDim>;
 using TileV = Tile<kBlockKV, kHeadDimV>;
 using TileQ = Tile<kBlockQ, kHeadDim>;
 using TileO = Tile<kBlockQ, kHeadDimV>;
 using Scores = Score[kR][kC];
+// Weights change hands in parts of kPartQ queries: where exponentials are slow dk begins while the rest are taken.
+constexpr i32 kHands = sizeof(Score) == 8 && kC >= 8 ? 2 : 1, kPartC = kC / kHands, kPartQ = kBlockQ / kHands;
+using Part = Score[kR][kPartC];
+constexpr bool kScaledLast = sizeof(Score) == 8 && !kMaskOrBias && !kSoftcapOrAlibi;      // with the subtraction of lse
 using Accumulator = Score[kR][kWideDim / 4];
 
 // Parts of the dq of a tile: some rows and a line of columns each.
@@ -86,7 +101,7 @@ struct Backward {
   RowReader<TileQ> sum_q;
   RowReader<TileO> sum_o;
   ColumnReader<TileA> read_a;
-  RowReader<TileK> sum_k;
+  RowReader<TileK, kSectors> sum_k;
   Score fetched;                           // lse or delta of the next tile
 
   static CF_DEVICE i32 pair() { return i32(warp_index()) % kPairs; }
@@ -96,17 +111,16 @@ struct Backward {
   CF_DEVICE u32 q_tile(i32 tile) const { return shared + kAtQ + u32(tile) % u32(kStages) * TileQ::kBytes; }
   CF_DEVICE u32 o_tile(i32 tile) const { return shared + kAtO + u32(tile) % u32(kStages) * TileO::kBytes; }
   CF_DEVICE u32 a_tile(i32 tile) const { return shared + kAtSums + u32(tile) % u32(kStages) * TileA::kBytes; }
-  CF_DEVICE u32 weights() const { return shared + kAtWeights + pair() * kWeightBytes + lane_index() * 16; }
   // lse (0) or delta (1) of a tile.
   CF_DEVICE u32 row_numbers(i32 tile, i32 which) const {
     return shared + kAtRows + (u32(tile) % u32(kStages) * 2 + which) * kBlockQ * sizeof(Score);
   }
 
   CF_DEVICE void load_queries(i32 tile) {
-    if (tile >= work.tiles.start) {
+    if (tile >= work.tiles.start && i32(thread_index()) < kLoaders) {
       const i32 row = tile * kBlockQ, i = row + i32(thread_index()) % kBlockQ, which = i32(thread_index()) / kBlockQ;
-      TileQ::load(q_tile(tile), work.q, row, work.sight.q_length, p.head_dim);
-      TileO::load(o_tile(tile), work.dout, row, work.sight.q_length, p.head_dim_v);
+      TileQ::template load<kLoaders>(q_tile(tile), work.q, row, work.sight.q_length, p.head_dim);
+      TileO::template load<kLoaders>(o_tile(tile), work.dout, row, work.sight.q_length, p.head_dim_v);
       if (which == 0) fetched = lse_of(work, i);
       if (which == 1) fetched = delta_of(work, i);
     }
@@ -124,13 +138,14 @@ struct Backward {
       describe_head(work, p, work.block.head * i32(group()) + i32(part));
       describe_results(work, p, work.head);
       work.tiles = tiles_of(work.sight.rows_of_some(work.first, work.first + kBlockKV), kBlockQ);
+      work.whole = work.sight.rows_of_all(work.first, work.first + kBlockKV);
     }
     block_barrier();        // the work is there
     if constexpr (kWritesBias) BiasGradient{p, work}.clear_unseen();
     if (work.tiles.start >= work.tiles.stop) return;
     if (work.walked % group() == 1 % group()) {
-      TileK::load(shared, work.k, work.first, work.sight.kv_length, p.head_dim);
-      TileV::load(shared + kAtV, work.v, work.first, work.sight.kv_length, p.head_dim_v);
+      TileK::template load<>(shared, work.k, work.first, work.sight.kv_length, p.head_dim);
+      TileV::template load<>(shared + kAtV, work.v, work.first, work.sight.kv_length, p.head_dim_v);
     }
     load_queries(work.tiles.stop - 1);
   }
@@ -144,61 +159,79 @@ struct Backward {
     if (kStages == 2) load_queries(tile - 1);
   }
 
-  // Numbers of the lane's columns.
-  CF_DEVICE void read_row_numbers(Score (&x)[kC], i32 tile, i32 which) const {
+  // Row numbers of the lane's columns of part n.
+  CF_DEVICE void read_row_numbers(Score (&x)[kPartC], i32 tile, i32 which, int n) const {
     CF_UNROLL
-    for (int w = 0; w < kC; w += 2) {
-      ld_shared_pair(x[w], x[w + 1], row_numbers(tile, which) + score_col(w) * i32(sizeof(Score)));
+    for (int w = 0; w < kPartC; w += 2) {
+      const u32 from = row_numbers(tile, which) + (n * kPartQ + score_col(w)) * i32(sizeof(Score));
+      ld_shared_pair(x[w], x[w + 1], from);
     }
   }
 
   // Pairs that positions and lengths forbid get 0.
-  CF_DEVICE void hide(Scores& s, i32 row) const {
-    if (work.sight.keys_of_all(row, row + kBlockQ).covers(col(), col() + kPairRows)) return;
-    select<true>(s, work, col(), row, Score(0));
+  CF_DEVICE void hide(Part& x, i32 row) const {
+    if (work.whole.covers(row, row + kPartQ)) return;
+    select<true>(x, work, col(), row, Score(0));
   }
+
+  // Where chunk c of part n of the weights lies, and the barrier at which it changes hands.
+  CF_DEVICE u32 weights(int n, int c) const {
+    return shared + kAtWeights + pair() * kWeightBytes + (n * (kR * kPartC / kChunk) + c) * 512 + lane_index() * 16;
+  }
+  static CF_DEVICE i32 hand(int n) { return 1 + pair() + kPairs * n; }
 
   // What the first warp of a pair does with a tile: weights into shared memory and into dv.
   CF_DEVICE void give_weights(Accumulator& dv, i32 tile) const {
     const i32 row = tile * kBlockQ;
     Scores s, derivative;
+    Part parts[kHands];
     TileAddends<kR, kC> addends;
     constexpr bool kEarly = kMaskOrBias && !kSoftcapOrAlibi;      // registers are few beside softcap
     if constexpr (kEarly) addends.template load<true>(work, col(), row);
     multiply_by_transposed<true>(s, shared + pair() * kPairRows * TileK::kRowBytes, q_tile(tile), read_q);
-    scale_scores<true>(s, derivative, work, col(), row);
+    if constexpr (!kScaledLast) scale_scores<true>(s, derivative, work, col(), row);
     if constexpr (kMaskOrBias && !kEarly) addends.template load<true>(work, col(), row);
     if constexpr (kMaskOrBias) addends.add_to(s);
-    Score lse[kC];
-    read_row_numbers(lse, tile, 0);
-    CF_UNROLL
-    for (int u = 0; u < kR; ++u) {
-      CF_UNROLL
-      for (int w = 0; w < kC; ++w) s[u][w] = weight_from(s[u][w], lse[w]);
-    }
-    hide(s, row);
-    Scores sent;
+    const Score scale = work.terms.scale;
+    const WarpDecay<Score> decay_of;
     const bool capped = kSoftcapOrAlibi && work.terms.softcap > Score(0);
     CF_UNROLL
-    for (int u = 0; u < kR; ++u) {
+    for (int n = kHands - 1; n >= 0; --n) {
+      Part& own = parts[n];
+      Score lse[kPartC];
+      read_row_numbers(lse, tile, 0, n);
       CF_UNROLL
-      for (int w = 0; w < kC; ++w) sent[u][w] = capped ? s[u][w] * derivative[u][w] : s[u][w];
-    }
-    if constexpr (kDropout) {
-      for_kept<true>(s, work.dropout, col(), row, [&](int u, int w, bool kept) {
-        s[u][w] = kept ? s[u][w] : Score(0);
-        sent[u][w] = kept ? sent[u][w] : -sent[u][w];
-      });
+      for (int u = 0; u < kR; ++u) {
+        CF_UNROLL
+        for (int w = 0; w < kPartC; ++w) {
+          const Score x = s[u][n * kPartC + w];
+          own[u][w] = weight_by(x, kScaledLast ? fused(scale, x, -lse[w]) : x - lse[w], decay_of);
+        }
+      }
+      hide(own, row + n * kPartQ);
+      Part sent;
+      CF_UNROLL
+      for (int u = 0; u < kR; ++u) {
+        CF_UNROLL
+        for (int w = 0; w < kPartC; ++w) sent[u][w] = capped ? own[u][w] * derivative[u][n * kPartC + w] : own[u][w];
+      }
+      if constexpr (kDropout) {
+        for_kept<true>(own, work.dropout, col(), row + n * kPartQ, [&](int u, int w, bool kept) {
+          own[u][w] = kept ? own[u][w] : Score(0);
+          sent[u][w] = kept ? sent[u][w] : -sent[u][w];
+        });
+      }
+      CF_UNROLL
+      for (int c = 0; c < kR * kPartC / kChunk; ++c) {
+        Score chunk[kChunk];
+        CF_UNROLL
+        for (int x = 0; x < kChunk; ++x) chunk[x] = sent[(c * kChunk + x) % kR][(c * kChunk + x) / kR];
+        st_shared_chunk(weights(n, c), chunk);
+      }
+      barrier_arrive_aligned(hand(n), 64);      // the weights are there; they will have been read at the next tile
     }
     CF_UNROLL
-    for (int n = 0; n < kR * kC; n += kChunk) {
-      Score chunk[kChunk];
-      CF_UNROLL
-      for (int x = 0; x < kChunk; ++x) chunk[x] = sent[(n + x) % kR][(n + x) / kR];
-      st_shared_chunk(weights() + n / kChunk * 512, chunk);
-    }
-    barrier_sync_aligned(1 + pair(), 64);      // the weights are there; they will have been read at the next tile
-    multiply<true>(dv, s, o_tile(tile), sum_o);
+    for (int n = kHands - 1; n >= 0; --n) multiply<true>(dv, parts[n], o_tile(tile) + n * kPartQ * TileO::kRowBytes, sum_o);
   }
 
   // What the second warp does: dA^T from them, into dk.
@@ -208,31 +241,38 @@ struct Backward {
     publish(tile + kStages);
     if constexpr (kSumsMeanwhile) sum_queries(tile + 1);
     const Score kept_scale = kDropout ? dropout_scale<Score>(p) : Score(1);
-    Score delta[kC];
-    read_row_numbers(delta, tile, 1);
-    barrier_sync_aligned(1 + pair(), 64);      // as above
     CF_UNROLL
-    for (int n = 0; n < kR * kC; n += kChunk) {
-      Score chunk[kChunk];
-      ld_shared_chunk(chunk, weights() + n / kChunk * 512);
+    for (int n = kHands - 1; n >= 0; --n) {
+      Part own;
+      Score delta[kPartC];
+      read_row_numbers(delta, tile, 1, n);
+      barrier_sync_aligned(hand(n), 64);      // as above
       CF_UNROLL
-      for (int x = 0; x < kChunk; ++x) {
-        const int w = (n + x) / kR;
-        Score& own = dp[(n + x) % kR][w];
-        const bool kept = !kDropout || !has_sign(chunk[x]);
-        const Score gain = kDropout ? (kept ? own * kept_scale : Score(0)) - delta[w] : own - delta[w];
-        own = score_gradient(kDropout ? absolute(chunk[x]) : chunk[x], gain);
+      for (int c = 0; c < kR * kPartC / kChunk; ++c) {
+        Score chunk[kChunk];
+        ld_shared_chunk(chunk, weights(n, c));
+        CF_UNROLL
+        for (int x = 0; x < kChunk; ++x) {
+          const int u = (c * kChunk + x) % kR, w = (c * kChunk + x) / kR;
+          const Score derivative = dp[u][n * kPartC + w];
+          const bool kept = !kDropout || !has_sign(chunk[x]);
+          const Score gain = kDropout ? (kept ? derivative * kept_scale : Score(0)) - delta[w] : derivative - delta[w];
+          own[u][w] = score_gradient(kDropout ? absolute(chunk[x]) : chunk[x], gain);
+        }
       }
-    }
-    hide(dp, tile * kBlockQ);
-    if constexpr (kSumsQueries) {
-      CF_UNROLL
-      for (int n = 0; n < kR * kC; ++n) {
-        const i32 column = key_place(pair() * kPairRows + fragment_row(n / kC));
-        st_shared(a_tile(tile) + TileA::element_place(score_col(n % kC), column), dp[n / kC][n % kC]);
+      hide(own, tile * kBlockQ + n * kPartQ);
+      if constexpr (kSumsQueries) {
+        CF_UNROLL
+        for (int u = 0; u < kR; ++u) {
+          const i32 column = key_place(pair() * kPairRows + fragment_row(u));
+          CF_UNROLL
+          for (int w = 0; w < kPartC; ++w) {
+            st_shared(a_tile(tile) + TileA::element_place(n * kPartQ + score_col(w), column), own[u][w]);
+          }
+        }
       }
+      multiply<true>(dk, own, q_tile(tile) + n * kPartQ * TileQ::kRowBytes, sum_q);
     }
-    multiply<true>(dk, dp, q_tile(tile), sum_q);
   }
 
   // A count for each tile of queries, at the number of its first row.

@@ -8,8 +8,8 @@ using TileA = Tile<kBlockQ, kSumsQueries ? kBlockKV : 32>;      // dA, the keys 
 
 // The column of a key in a row of TileA: the slots of a lane in one step lie where ColumnReader reads them.
 CF_DEVICE i32 key_place(i32 key) {
-  const i32 lane = key % 8 / 2, slot = key % 16 / 8 * 2 + key % 2;
-  return key / 16 * 16 + (kAtOnce == 1 ? 4 * slot + lane : 4 * lane + slot);
+  if (!kSectors) return key / 16 * 16 + 4 * (key % 8 / 2) + key % 16 / 8 * 2 + key % 2;
+  return key / 16 * 16 + 4 * (key % 16 / 8 * 2 + key % 4 / 2) + key % 8 / 4 * 2 + key % 2;
 }
 
 // The gradient of a bias that was not broadcast is dA itself, where there is no softcap: it leaves with the tile's dq, and

@@ -27,6 +27,12 @@ CF_DEVICE i32 result_col(int w) {
   if (kAtOnce == 1) return score_col(w);
   return w / 2 / kChunk * 8 * kChunk + (2 * lane_in_group() + w % 2) * kChunk + w / 2 % kChunk;
 }
+// Row, of sixteen, of a lane's slot x in factors that are read for sums in memory.
+constexpr bool kSectors = sizeof(Element) == 8;
+CF_DEVICE i32 key_of_slot(int x) {
+  if (!kSectors) return x / 2 * 8 + lane_in_group() * 2 + x % 2;
+  return x / 2 * 8 + x % 2 * 2 + lane_in_group() / 2 * 4 + lane_in_group() % 2;
+}
 // Of the 2 kChunk entries that a lane has in a line of results: neighbour n of run `run`, of kChunk columns.
 CF_DEVICE constexpr int entry_of(int run, int n) { return kAtOnce == 1 ? kChunk * run + n : 2 * n + run; }
 
@@ -193,19 +199,22 @@ template <class T> struct ColumnReader {
   }
 };
 
-// Where a lane reads factors whose places are rows: of rows 2 t, 2 t + 1 of eight rows, columns g kAtOnce on.
-template <class T> struct RowReader {
-  u32 start = T::element_place(2 * lane_in_group(), lane_group() * kAtOnce);
+// Where a lane reads factors whose places are rows: of rows 2 t, 2 t + 1 of eight rows, columns g kAtOnce on. Of double, if
+// kSectors: of rows key_of_slot, and the columns of eight so that four lanes have four neighbours of a result.
+template <class T, bool kSectors = false> struct RowReader {
+  static constexpr i32 kNextRow = kSectors ? 2 : 1;
+  u32 start = kSectors ? T::element_place(key_of_slot(0), lane_group() % 2 * 4 + lane_group() / 2)
+                       : T::element_place(2 * lane_in_group(), lane_group() * kAtOnce);
 
   // The sixteen rows from 16 k in line `line`: right factors for each of its column tiles. The row's number and, of
-  // double, the column tile change one bit of the place.
+  // double, the column tile change bits of the place.
   CF_DEVICE void read(Right (&right)[kChunk], u32 tile, int k, int line) const {
-    const u32 places[2] = {tile + start, (tile + start) ^ 64};
     CF_UNROLL
     for (int x = 0; x < 4; ++x) {
-      const int offset = (16 * k + x / 2 * 8 + x % 2) * T::kRowBytes + line * 128;
+      const u32 place = (tile + start) ^ (x % 2 * (kSectors ? 48 : 64));
+      const int offset = (16 * k + x / 2 * 8 + x % 2 * kNextRow) * T::kRowBytes + line * 128;
       Element values[kChunk];
-      read_slot(values, places[x % 2] + offset, places[1 - x % 2] + offset);
+      read_slot(values, place + offset, (place ^ 64) + offset);
       CF_UNROLL
       for (int j = 0; j < kChunk; ++j) right[j].set(x, values[j]);
     }
@@ -363,7 +372,7 @@ CF_DEVICE void multiply(Element (&acc)[kR][kO], const Element (&weights)[kR][kC]
 // columns of b.
 template <int kSteps, int kR, class TA, class TB>
 CF_DEVICE void multiply_line(Element (&acc)[kR][2 * kChunk], u32 a, const ColumnReader<TA>& read_a, u32 b, i32 line,
-                             const RowReader<TB>& read_b) {
+                             const RowReader<TB, kSectors>& read_b) {
   constexpr int kT = kR / 2;
   clear(acc);
   CF_UNROLL_BY(kStepsAtOnce)

@@ -67,33 +67,29 @@ CF_DEVICE void add_line(const float (&acc)[kRows][8], const Rows<float>& rows, i
   }
 }
 
-// Lanes whose numbers differ in a bit: x and y of the one become the x of both, of the other the y of both.
-CF_DEVICE void exchange(double& x, double& y, u32 bit) {
-  const bool set = (lane_index() & bit) != 0;
-  const double got = shuffle_xor(set ? x : y, bit);
-  x = set ? got : x;
-  y = set ? y : got;
-}
-
-// The same for double. The memory adds whole sectors of 32 bytes as fast as parts of them: the four lanes of a group
-// exchange columns until an instruction takes four neighbours.
+// The same for double, of columns that were read for sectors. The memory adds whole sectors of 32 bytes as fast as parts of
+// them: the four lanes of a group have four neighbours.
 template <int kRows>
 CF_DEVICE void add_line(const double (&acc)[kRows][4], const Rows<double>& rows, i32 row, i32 row_stop, i32 col,
                         i32 col_stop) {
-  CF_UNROLL
-  for (int u = 0; u < kRows; ++u) {
-    const i32 i = row + fragment_row(u);
-    double sums[4] = {acc[u][0], acc[u][1], acc[u][2], acc[u][3]};
+  const bool whole = row + 8 * kRows <= row_stop && col + 16 <= col_stop && rows.col_stride == 1;
+  double* to = rows.at(row + lane_group(), col + lane_in_group());
+  const i64 eight_rows = 8 * rows.row_stride;
+  if (whole) {
     CF_UNROLL
-    for (int x = 0; x < 4; x += 2) {
-      exchange(sums[x], sums[x + 1], 1);
-      exchange(sums[x], sums[x + 1], 2);
+    for (int u = 0; u < kRows; ++u, to += eight_rows) {
+      CF_UNROLL
+      for (int x = 0; x < 4; ++x) red_add(to + 4 * x, acc[u][x]);
     }
-    if (i >= row_stop) continue;
+    return;
+  }
+  CF_UNROLL
+  for (int u = 0; u < kRows; ++u, to += eight_rows) {
     CF_UNROLL
     for (int x = 0; x < 4; ++x) {
-      const i32 j = col + 4 * x + lane_in_group();
-      if (j < col_stop) red_add(rows.at(i, j), sums[x]);
+      if (row + fragment_row(u) < row_stop && col + 4 * x + lane_in_group() < col_stop) {
+        red_add(to + 4 * x * rows.col_stride, acc[u][x]);
+      }
     }
   }
 }

@@ -1,8 +1,9 @@
 // Tiles of float or double in shared memory, and their way there from global memory.
 //
 // A row is a whole number of 128-byte lines, a line eight chunks of 16 bytes. In line by line, chunk c of row r lies at
-// place c ^ (r / 2 % 4 * 2) ^ (r % 2 * 4). A quarter of a warp then meets every bank once both when it reads chunks
-// 4 n + 0..3 of rows 2 i and 2 i + 1, and when it reads chunks 2 n and 2 n + 1 of every other row of eight.
+// place c ^ (r % 2 * 4) ^ (r / 2 % 2 * 3) ^ (r / 4 % 2 * 5). A quarter of a warp then meets every bank once when it reads
+// chunks 4 n + 0..3 of rows 2 i and 2 i + 1, and when it reads chunks 2 n and 2 n + 1 of every other row of eight; half
+// of a warp (of doubles) also at chunks c and c ^ 2 of rows r, r + 1, r + 4, r + 5 or of every other row of eight.
 #pragma once
 #include "attn/rows.cuh"
 #include "core/block.cuh"
@@ -17,20 +18,22 @@ template <int kRows, int kCols> struct Tile {
   static_assert(kRowBytes % 128 == 0 && kRows % 8 == 0, "whole lines and swizzles");
 
   static CF_DEVICE u32 place(i32 row, i32 chunk) {
-    return row * kRowBytes + (chunk ^ (row / 2 % 4 * 2) ^ (row % 2 * 4)) * 16;
+    return row * kRowBytes + (chunk ^ (row % 2 * 4) ^ (row / 2 % 2 * 3) ^ (row / 4 % 2 * 5)) * 16;
   }
   static CF_DEVICE u32 element_place(i32 row, i32 col) {
     return place(row, col / kChunk) + col % kChunk * i32(sizeof(Element));
   }
+  template <i32 kLoaders = kThreads>
   static CF_DEVICE void load(u32 tile, const ElementRows& rows, i32 row, i32 row_stop, i32 col_stop);
 };
 
 // Rows [row, row + kRows) below row_stop and columns below col_stop go to the tile at `tile`; all else becomes zeros,
-// and nothing else is touched. Where 16 bytes cannot be moved at once the same values arrive in pieces of 4. The caller
-// commits the group of copies.
+// and nothing else is touched. The block's first kLoaders threads call this. Where 16 bytes cannot be moved at once the
+// same values arrive in pieces of 4. The caller commits the group of copies.
 template <int kRows, int kCols>
+template <i32 kLoaders>
 CF_DEVICE void Tile<kRows, kCols>::load(u32 tile, const ElementRows& rows, i32 row, i32 row_stop, i32 col_stop) {
-  constexpr i32 kRowsAtOnce = kThreads / 8, kLines = kRowBytes / 128;      // eight threads take a line
+  constexpr i32 kRowsAtOnce = kLoaders / 8, kLines = kRowBytes / 128;      // eight threads take a line
   static_assert(kRowsAtOnce % 8 == 0, "a thread keeps its place in the swizzle");
   const i32 own_row = thread_index() / 8, own_chunk = thread_index() % 8;
   const u32 to = tile + place(own_row, own_chunk);

@@ -40,11 +40,54 @@ template <int kRows> struct Softmax : OnlineSoftmax<Score, kRows, GroupLanes> {
   }
 };
 
-// The backward's weight of a score: none is above 1, and an unseen key has 0 whatever lse is.
-CF_DEVICE Score weight_from(Score s, Score lse) {
-  const Score power = s - lse;
-  const Score weight = decay(power > Score(0) ? Score(0) : power);
+// 2^(j / 32); then 32 log2(e), -log(2) / 32 in two parts of which the first has few bits, and (e^r - 1 - r) / r^2 for
+// |r| <= log(2) / 64, from the fourth power down: its polynomial through the zeros of Chebyshev's.
+CF_CONSTANT double kPowers[32] = {
+    1.0, 1.0218971486541166, 1.0442737824274138, 1.0671404006768237, 1.0905077326652577, 1.1143867425958924,
+    1.1387886347566916, 1.1637248587775775, 1.189207115002721, 1.215247359980469, 1.241857812073484, 1.2690509571917332,
+    1.2968395546510096, 1.3252366431597413, 1.3542555469368927, 1.383909881963832, 1.4142135623730951, 1.4451808069770467,
+    1.4768261459394993, 1.5091644275934228, 1.5422108254079407, 1.5759808451078865, 1.6104903319492543, 1.645755478153965,
+    1.681792830507429, 1.718619298122478, 1.7562521603732995, 1.7947090750031072, 1.8340080864093424, 1.8741676341103,
+    1.9152065613971474, 1.9571441241754002};
+CF_CONSTANT double kWarpDecay[8] = {
+    46.16624130844683,     -0.021660849392446835, -5.145609244655338e-14, 0.0013888925253674347, 0.00833336242517118,
+    0.04166666666656003, 0.16666666666581356,   0.5};
+
+// decay (attn/decay.cuh) where all lanes of a warp ask at once. Of double with two thirds of the instructions, whose pipe is
+// that of tensor cores: each lane holds a power, and they ask each other. Within 1 last place as well.
+template <class T> struct WarpDecay {
+  CF_DEVICE T operator()(T x) const { return decay(x); }
+};
+template <> struct WarpDecay<double> {
+  double power = kPowers[u32(opaque(lane_index()))];
+
+  CF_DEVICE double operator()(double x) const {
+    constexpr double kRound = 6755399441055744.0;      // as in decay
+    constexpr u32 kFarthest = 0xc0861000u, kInfinite = 0xfff00000u;
+    const double sum = fused(x, kWarpDecay[0], kRound), k = sum - kRound;
+    const double r = fused(k, kWarpDecay[2], fused(k, kWarpDecay[1], x));
+    double tail = kWarpDecay[3];
+    CF_UNROLL
+    for (int n = 4; n < 8; ++n) tail = fused(tail, r, kWarpDecay[n]);
+    const u32 number = low_word(sum);
+    const double part = shuffle(power, number % 32);
+    const double result = unbranched(fused(part, fused(times(tail, r), r, r), part));
+    const bool far = high_word(x) - kFarthest - 1u < kInfinite - kFarthest;
+    return far ? 0.0 : double_of(high_word(result) + ((number & ~31u) << 15), low_word(result));
+  }
+};
+
+// x, or 0 where it is above.
+CF_DEVICE float at_most_zero(float x) { return x > 0.0f ? 0.0f : x; }
+CF_DEVICE double at_most_zero(double x) { return high_word(x) <= 0x7ff00000u ? 0.0 : x; }      // not by the pipe of doubles
+
+// The backward's weight of a score s, from s - lse: none is above 1, and an unseen key has 0 whatever lse is.
+template <class Decay> CF_DEVICE Score weight_by(Score s, Score power, const Decay& decay_of) {
+  const Score weight = decay_of(at_most_zero(power));
   return kMaskOrBias && s == -Limits<Score>::infinity() ? Score(0) : weight;
+}
+CF_DEVICE Score weight_from(Score s, Score lse) {
+  return weight_by(s, s - lse, [](Score x) { return decay(x); });
 }
 
 // dS from a weight and its gain r * dP - delta; a key that a mask or a bias forbids gets 0 whatever the gain is, and what

@@ -22,6 +22,7 @@ struct alignas(16) Work {
   DropoutStream dropout;
   i32 head, first;                 // first: query, or key, of the block
   Interval tiles;                  // of what the block walks, in order
+  Interval whole;                  // of the backward by keys: queries that see every key of the block
   Interval some[kWarps], all[kWarps];      // of the forward and dq: keys that some and that every query of a warp sees
 };
 static_assert(sizeof(Work) <= kWorkBytes, "part of kSharedBytes, which the host computes");

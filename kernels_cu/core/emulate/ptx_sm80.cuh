@@ -162,6 +162,9 @@ template <u32 kTable> CF_DEVICE u32 lop3(u32 a, u32 b, u32 c) {
 CF_DEVICE void barrier_sync_aligned(i32 id, i32 threads, CF_HERE) {
   emulate::wait_for_named({"barrier_sync_aligned", file, line}, u32(id), u32(threads));
 }
+CF_DEVICE void barrier_arrive_aligned(i32 id, i32 threads, CF_HERE) {
+  emulate::arrive_at_named({"barrier_arrive_aligned", file, line}, u32(id), u32(threads));
+}
 
 CF_DEVICE bool vote_any(bool x, CF_HERE) {
   struct Record { bool given, got; } record{x, false};
