@@ -103,7 +103,7 @@ def test_every_address_is_held_to_what_kernels_read_at_once():
     assert units("sm80", half) == {"q": 2, "k": 2, "v": 2, "bias": 2, "sinks": 4}
     assert units("sm90", half) == by_tma | {"mask": 16, "bias": 16, "sinks": 4}
     assert units("sm90", half, q) == units("sm90", half) | {"dout": 16}
-    assert units("sm90", single) == by_tma | {"mask": 16, "bias": 8, "sinks": 4}
+    assert units("sm90", single) == units("sm90", half)
     assert units("sm90", single, q) == units("sm90", half, q)
     assert units("sm90", columns, q) == by_tma | {"bias": 4, "dout": 16}
     assert units("sm90_wide", wide) == {"q": 4, "k": 4, "v": 4, "mask": 2, "bias": 8, "sinks": 4}
