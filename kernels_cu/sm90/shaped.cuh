@@ -3,8 +3,6 @@
 #pragma once
 #include "sm90/warpgroup.cuh"
 
-constexpr bool kDropFirst = false;
-
 struct ShapedSteps : Warpgroup {
   CF_DEVICE void drop_rounded(Operand& weights, const Work& work, i32 col) const {
     if constexpr (kDropout) {
@@ -137,11 +135,10 @@ struct ShapedSteps : Warpgroup {
 
   // S of the step; O += P V of the one before runs on.
   CF_DEVICE void shaped_products(Scores& s, Operand& weights, const Work& work) {
-    if (kDropFirst) drop_rounded(weights, work, col());
     wait_k();
     wait_for_turn();
     scores(s);
-    if (!kDropFirst) drop_rounded(weights, work, col());
+    drop_rounded(weights, work, col());
     wait_v();
     output(weights);
     pass_turn();
