@@ -19,7 +19,7 @@
 // step i 1.741 to 1.926 at D 64, and O += P V of step i - 1 there, too, 1.902 (D 128: 1.429 to 1.779); warps of one block of
 // eight that take turns at products 2.340, without turns 1.868; 16 rows a warp, eight warps 1.860; a quarter of the
 // exponentials by products instead 1.794 (D 128: 1.497, D 256: 1.668 to 1.693), half of them 1.951; full and empty barriers
-// for each place of a tile, so that warps may drift apart, 4 to 12 % slower at every head dim. Without any exponentials
+// for each place of a tile, so that warps may drift apart, 4 % slower and more at every head dim. Without any exponentials
 // (and wrong) it takes 1.488 at D 64 and 1.423 at D 128: what is left there is products and the issue of all else.
 // ALiBi with 128 queries a block instead of 64 at D 128, steps of 64 keys instead of 32 at D 64: 1.92 to 1.46 and 1.72 to
 // 1.55 times the plain forward.
