@@ -111,7 +111,7 @@ class Geometry(NamedTuple):
 _EVEN = 40, 232  # registers of the producer, and of each of two consumers
 _CONSUMERS = 24, 240  # as many as they can have
 _HANDED = 4 * TILE_ROWS**2
-_WIDE_QUERIES = Geometry(128, 128, 64, 64, 8, 2, *_EVEN)
+_WIDE_QUERIES = Geometry(128, 128, 64, 64, 8, 2, *_CONSUMERS)
 _WIDE_KEYS = Geometry(128, 128, 64, 64, 7, 2, *_CONSUMERS, handed_bytes=_HANDED)
 _PLAIN = {
     "backward_q": (Geometry(64, 64, 192, 64, 8, 3, 32, 160), _WIDE_QUERIES),

@@ -14,7 +14,19 @@
 
 // Of a sum over `steps` of like products, whose cuts meet parts of it that grow evenly.
 CF_DEVICE constexpr float part_cut(int steps) { return 0.36f * 0x1p-24f * float(steps + 1); }
+// Whether some lane's sums may have lost it: not those of few terms, nor those of few digits, which may be exact.
+template <int kCount> CF_DEVICE bool any_cut(const float (&sums)[kCount], i32 terms) {
+  u32 digits = 0;
+  CF_UNROLL
+  for (int n = 0; n < kCount; ++n) digits |= bits_of(sums[n]);
+  return terms > 16 && vote_any((digits & 0xffu) != 0);
+}
 CF_DEVICE float restored(float sum, float part) { return fused(sum, part, sum); }
+template <int kCount> CF_DEVICE void restore(float (&sums)[kCount], float part, i32 terms) {
+  if (!any_cut(sums, terms)) return;
+  CF_UNROLL
+  for (int n = 0; n < kCount; ++n) sums[n] = restored(sums[n], part);
+}
 
 // Whether some sum is infinite or no number.
 template <int kCount> CF_DEVICE bool any_lost(const float (&sums)[kCount]) {
@@ -28,19 +40,18 @@ template <int kCount> CF_DEVICE bool any_lost(const float (&sums)[kCount]) {
 // Products of queries and keys, each restored if it is below kLargeProduct: from there on they may be whole numbers that
 // differ by little. `recover` mends those that are lost in some lane of the warp.
 constexpr float kLargeProduct = 128.0f;
-template <int kCount, class Recover> CF_DEVICE void restore_products(float (&s)[kCount], float part, Recover recover) {
+template <int kCount, class Recover>
+CF_DEVICE void restore_products(float (&s)[kCount], float part, i32 terms, Recover recover) {
   float squares[4] = {};
   CF_UNROLL
   for (int n = 0; n < kCount; ++n) squares[n % 4] = fused(s[n], s[n], squares[n % 4]);
   const float sum = (squares[0] + squares[1]) + (squares[2] + squares[3]);
-  if (vote_any(!(sum < kLargeProduct * kLargeProduct))) {
-    if (vote_any(any_lost(s))) recover();
-    CF_UNROLL
-    for (int n = 0; n < kCount; ++n) s[n] = absolute(s[n]) < kLargeProduct ? restored(s[n], part) : s[n];
-  } else {
-    CF_UNROLL
-    for (int n = 0; n < kCount; ++n) s[n] = restored(s[n], part);
-  }
+  const bool large = vote_any(!(sum < kLargeProduct * kLargeProduct));
+  if (large && vote_any(any_lost(s))) recover();
+  if (!large) return restore(s, part, terms);
+  if (!any_cut(s, terms)) return;
+  CF_UNROLL
+  for (int n = 0; n < kCount; ++n) s[n] = absolute(s[n]) < kLargeProduct ? restored(s[n], part) : s[n];
 }
 
 // A result, times a factor. It gets back half a unit of its last place, which leaves sums that were exact as they are.

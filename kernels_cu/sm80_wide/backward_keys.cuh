@@ -188,7 +188,7 @@ struct Backward {
     TileAddends<kR, kC> addends;
     constexpr bool kEarly = kMaskOrBias && !kSoftcapOrAlibi;      // registers are few beside softcap
     if constexpr (kEarly) addends.template load<true>(work, col(), row);
-    multiply_by_transposed<true>(s, shared + pair() * kPairRows * TileK::kRowBytes, q_tile(tile), read_q);
+    multiply_by_transposed<true>(s, shared + pair() * kPairRows * TileK::kRowBytes, q_tile(tile), read_q, p.head_dim);
     if constexpr (!kScaledLast) scale_scores<true>(s, derivative, work, col(), row);
     if constexpr (kMaskOrBias && !kEarly) addends.template load<true>(work, col(), row);
     if constexpr (kMaskOrBias) addends.add_to(s);
@@ -237,7 +237,8 @@ struct Backward {
   // What the second warp does: dA^T from them, into dk.
   CF_DEVICE void take_weights(Accumulator& dk, i32 tile) const {
     Scores dp;
-    multiply_by_transposed<false>(dp, shared + kAtV + pair() * kPairRows * TileV::kRowBytes, o_tile(tile), read_o);
+    multiply_by_transposed<false>(dp, shared + kAtV + pair() * kPairRows * TileV::kRowBytes, o_tile(tile), read_o,
+                                  p.head_dim_v);
     publish(tile + kStages);
     if constexpr (kSumsMeanwhile) sum_queries(tile + 1);
     const Score kept_scale = kDropout ? dropout_scale<Score>(p) : Score(1);

@@ -85,7 +85,8 @@ struct Backward {
     TileAddends<kR, kC> addends;
     if (kMaskOrBias && !addends.template load<false>(work, row(), col)) return false;
     Scores dp;
-    multiply_by_transposed<true>(s, shared + tile_row() * TileQ::kRowBytes, k_tile(tile), read_k);
+    multiply_by_transposed<true>(s, shared + tile_row() * TileQ::kRowBytes, k_tile(tile), read_k,
+                                 p.head_dim);
     scale_scores<false>(s, derivative, work, row(), col);
     if constexpr (kMaskOrBias) addends.add_to(s);
     CF_UNROLL
@@ -94,7 +95,8 @@ struct Backward {
       CF_UNROLL
       for (int w = 0; w < kC; ++w) s[u][w] = weight_from(s[u][w], lse);
     }
-    multiply_by_transposed<false>(dp, shared + kAtO + tile_row() * TileO::kRowBytes, v_tile(tile), read_v);
+    multiply_by_transposed<false>(dp, shared + kAtO + tile_row() * TileO::kRowBytes, v_tile(tile), read_v,
+                                  p.head_dim_v);
     if constexpr (kDropout) {
       const Score scale = dropout_scale<Score>(p);
       for_kept<false>(dp, work.dropout, row(), col,

@@ -69,7 +69,7 @@ struct Forward {
     TileAddends<kR, kC> addends;
     if (kAhead && !addends.template load<false>(work, row(), col)) return false;
     Scores unused;
-    multiply_by_transposed<true>(s, queries, keys_at, read);
+    multiply_by_transposed<true>(s, queries, keys_at, read, p.head_dim);
     scale_scores<false>(s, unused, work, row(), col);
     if (kMaskOrBias && !kAhead && !addends.template load<false>(work, row(), col)) return false;
     if constexpr (kMaskOrBias) addends.add_to(s);

@@ -209,12 +209,12 @@ template <class T, bool kSectors = false> struct RowReader {
   // The sixteen rows from 16 k in line `line`: right factors for each of its column tiles. The row's number and, of
   // double, the column tile change bits of the place.
   CF_DEVICE void read(Right (&right)[kChunk], u32 tile, int k, int line) const {
+    const u32 places[2] = {tile + start, (tile + start) ^ (kSectors ? 48 : 64)};
     CF_UNROLL
     for (int x = 0; x < 4; ++x) {
-      const u32 place = (tile + start) ^ (x % 2 * (kSectors ? 48 : 64));
       const int offset = (16 * k + x / 2 * 8 + x % 2 * kNextRow) * T::kRowBytes + line * 128;
       Element values[kChunk];
-      read_slot(values, place + offset, (place ^ 64) + offset);
+      read_slot(values, places[x % 2] + offset, (kSectors ? places[x % 2] ^ 64 : places[1 - x % 2]) + offset);
       CF_UNROLL
       for (int j = 0; j < kChunk; ++j) right[j].set(x, values[j]);
     }
@@ -260,7 +260,7 @@ template <class T, int kR, int kC> CF_DEVICE void repair(Element (&acc)[kR][kC],
 // acc = a b^T over all columns: 8 kR rows at address a, 4 kC rows at b, each a multiple of 8 rows into its tile; rows of
 // both are as those of T. kScores: of queries and keys.
 template <bool kScores, class T, int kR, int kC>
-CF_DEVICE void multiply_by_transposed(Element (&acc)[kR][kC], u32 a, u32 b, const ColumnReader<T>& read) {
+CF_DEVICE void multiply_by_transposed(Element (&acc)[kR][kC], u32 a, u32 b, const ColumnReader<T>& read, i32 columns) {
   constexpr int kT = kR / 2, kN = smaller(kChains / kT, kC / 2);
   clear(acc);
   CF_UNROLL_BY(kStepsAtOnce)
@@ -289,14 +289,13 @@ CF_DEVICE void multiply_by_transposed(Element (&acc)[kR][kC], u32 a, u32 b, cons
   }
   if constexpr (!kRoundedSums) {
     constexpr bool kCut = kProducts == 3;        // of one product nothing is worth giving back
-    constexpr float kPart = part_cut(2);         // a step's large products are two
     float(&sums)[kR * kC] = reinterpret_cast<float(&)[kR * kC]>(acc);
+    constexpr float kPart = part_cut(2);         // a step's large products are two
     if constexpr (kCut && kScores) {
-      restore_products(sums, kPart, [&] { repair<T>(acc, a, b); });
+      restore_products(sums, kPart, columns, [&] { repair<T>(acc, a, b); });
     } else {
       if (vote_any(any_lost(sums))) repair<T>(acc, a, b);
-      CF_UNROLL
-      for (int n = 0; n < kR * kC; ++n) sums[n] = kCut ? restored(sums[n], kPart) : sums[n];
+      if (kCut) restore(sums, kPart, columns);
     }
   }
 }

@@ -1,9 +1,10 @@
 // Tiles of float or double in shared memory, and their way there from global memory.
 //
 // A row is a whole number of 128-byte lines, a line eight chunks of 16 bytes. In line by line, chunk c of row r lies at
-// place c ^ (r % 2 * 4) ^ (r / 2 % 2 * 3) ^ (r / 4 % 2 * 5). A quarter of a warp then meets every bank once when it reads
-// chunks 4 n + 0..3 of rows 2 i and 2 i + 1, and when it reads chunks 2 n and 2 n + 1 of every other row of eight; half
-// of a warp (of doubles) also at chunks c and c ^ 2 of rows r, r + 1, r + 4, r + 5 or of every other row of eight.
+// place c ^ (r % 2 * 4) ^ (r / 2 % 4 * 2), of doubles c ^ (r % 2 * 4) ^ (r / 2 % 2 * 3) ^ (r / 4 % 2 * 5). A quarter of a
+// warp then meets every bank once when it reads chunks 4 n + 0..3 of rows 2 i and 2 i + 1, and when it reads chunks 2 n
+// and 2 n + 1 of every other row of eight; half of a warp (of doubles) also at chunks c and c ^ 2 of rows r, r + 1, r + 4,
+// r + 5 or of every other row of eight.
 #pragma once
 #include "attn/rows.cuh"
 #include "core/block.cuh"
@@ -18,7 +19,8 @@ template <int kRows, int kCols> struct Tile {
   static_assert(kRowBytes % 128 == 0 && kRows % 8 == 0, "whole lines and swizzles");
 
   static CF_DEVICE u32 place(i32 row, i32 chunk) {
-    return row * kRowBytes + (chunk ^ (row % 2 * 4) ^ (row / 2 % 2 * 3) ^ (row / 4 % 2 * 5)) * 16;
+    const i32 turned = sizeof(Element) == 8 ? (row / 2 % 2 * 3) ^ (row / 4 % 2 * 5) : row / 2 % 4 * 2;
+    return row * kRowBytes + (chunk ^ row % 2 * 4 ^ turned) * 16;
   }
   static CF_DEVICE u32 element_place(i32 row, i32 col) {
     return place(row, col / kChunk) + col % kChunk * i32(sizeof(Element));

@@ -171,7 +171,7 @@ template <bool kOfKeys, bool kOfValues> struct Consumer {
     load_per_query(delta, stats + kTileRows);
     CF_UNROLL
     for (int n = 0; n < kScores; ++n) {
-      float gain = restored(dp[n], part_cut(kHeadDimV / 16));
+      float gain = dp[n];
       if constexpr (kDropout) gain = factors[n] < 0.0f ? 0.0f : times(gain, kept);
       const float ds = times(absolute(factors[n]), gain - delta[n / 4 * 2 + n % 2]);
       dp[n] = factors[n] == 0.0f ? 0.0f : ds;    // whatever lies there
@@ -231,7 +231,7 @@ template <bool kOfKeys, bool kOfValues> struct Consumer {
         CF_UNROLL
         for (u32 n = 0; n < kPlanes; ++n) planes.release(of_q.after(n));
       }
-      restore_products(s, part_cut(kHeadDim / 16), [&] {
+      restore_products(s, part_cut(kHeadDim / 16), at.p.head_dim, [&] {
         CF_UNROLL
         for (int n = 0; n < kScores; ++n) s[n] = recovered(s[n], stats[n / 4 * 8 + n % 2]);
       });
@@ -247,6 +247,7 @@ template <bool kOfKeys, bool kOfValues> struct Consumer {
       planes.inner<kHeadDimV>(dp, v, of_dout);   // after the values' share: registers
       planes.release_behind(of_dout);
       if constexpr (!kOfValues) take(s, parity);
+      restore(dp, part_cut(kHeadDimV / 16), at.p.head_dim_v);
       to_gradients(s, dp, stats);
       if (kWritesBias && at.p.call.dbias != nullptr) BiasGradient(at.p, item, head).store(dp, at.query, at.key);
       if constexpr (!kOfValues) wait_for_tile(of_q);

@@ -106,8 +106,7 @@ struct Consumer {
       CF_UNROLL
       for (int n = 2 * pair; n < 2 * pair + 2; ++n) {
         const float w = weight(scorer.score(c[n], n), lse[h]);
-        const float whole = restored(dp[n], part_cut(kHeadDimV / 16));
-        const float gain = !kDropout ? whole : scorer.keeps(n) ? times(whole, kept) : 0.0f;
+        const float gain = !kDropout ? dp[n] : scorer.keeps(n) ? times(dp[n], kept) : 0.0f;
         float da = times(w, gain - delta[h]);
         if constexpr (kSoftcapOrAlibi) da = times(da, scorer.derivative(c[n]));
         x[n % 2] = (kMaskOrBias && w == 0.0f) || (kEdge && !scorer.sees(n)) ? 0.0f : da;
@@ -127,7 +126,8 @@ struct Consumer {
     planes.release_behind<kPlanes>(of_v);
     wgmma_wait_group<0>();
     if constexpr (kMaskOrBias) load_rows(work, at.query, at.p.seqlen_q - 1);
-    restore_products(s, part_cut(kHeadDim / 16), [&] {
+    restore(dp, part_cut(kHeadDimV / 16), at.p.head_dim_v);
+    restore_products(s, part_cut(kHeadDim / 16), at.p.head_dim, [&] {
       CF_UNROLL
       for (int n = 0; n < kScores; ++n) s[n] = recovered(s[n], lse[n / 2 % 2]);
     });

@@ -114,7 +114,7 @@ struct Consumer {
 
   // Scores become weights, those that dropout removes 0. Whether the references have moved.
   CF_DEVICE bool to_weights(Scores& s, const Work& work, bool left_edge, bool right_edge) {
-    restore_products(s, part_cut(kHeadDim / 16), [&] { recover(s, p, work, row, n * kBlockKV + col); });
+    restore_products(s, part_cut(kHeadDim / 16), p.head_dim, [&] { recover(s, p, work, row, n * kBlockKV + col); });
     shape(s, p, launch, work, row, n * kBlockKV + col);
     if (left_edge || right_edge) select(s, work, row, n * kBlockKV + col, left_edge);
     float top[2];
