@@ -254,7 +254,7 @@ CF_DEVICE bool any_strange(u32 delta, i32 thread) {
 template <class Weight, class Dropped>
 CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped dropped, const Operand& derivative, const Place& at,
                             bool edge, RowNumbers& delta, u32 from, u32 zeros, i32 thread) {
-  if (!kDropout && (!kPlainScores || edge)) {              // what stands there, NaN too, is never seen
+  if (kPlainScores && !kDropout && edge) {                 // what stands there, NaN too, is never seen
     CF_UNROLL
     for (int n = 0; n < kScores; ++n) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
     if (any_strange(from, thread)) {                       // gains are formed here, and have no delta below
@@ -278,7 +278,7 @@ CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped drop
       if constexpr (kDropout) gain = fused(dropped(n) ? 0.0f : dp[n], kept, -own_delta);
       dp[n] = weight(n) * gain;
       if constexpr (kSoftcapOrAlibi) dp[n] *= entry_of(derivative, n);
-      if constexpr (kDropout && !kPlainScores) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
+      if constexpr (!kPlainScores) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
     }
     if constexpr (kRoundedWeights) {
       ds[2 * j] = cvt_rn_x2<Element>(dp[4 * j], dp[4 * j + 1]);
