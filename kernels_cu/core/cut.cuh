@@ -14,18 +14,18 @@
 
 // Of a sum over `steps` of like products, whose cuts meet parts of it that grow evenly.
 CF_DEVICE constexpr float part_cut(int steps) { return 0.36f * 0x1p-24f * float(steps + 1); }
-// Whether some lane's sums may have lost it: not those of few terms, nor those of few digits, which may be exact.
-template <int kCount> CF_DEVICE bool any_cut(const float (&sums)[kCount], i32 terms) {
+// What a lane's sums may have lost of it: nothing if there are few terms, or few digits, which may be exact.
+template <int kCount> CF_DEVICE float part_of(const float (&sums)[kCount], float part, i32 terms) {
   u32 digits = 0;
   CF_UNROLL
   for (int n = 0; n < kCount; ++n) digits |= bits_of(sums[n]);
-  return terms > 16 && vote_any((digits & 0xffu) != 0);
+  return terms > 16 && (digits & 0xffu) != 0 ? part : 0.0f;
 }
 CF_DEVICE float restored(float sum, float part) { return fused(sum, part, sum); }
 template <int kCount> CF_DEVICE void restore(float (&sums)[kCount], float part, i32 terms) {
-  if (!any_cut(sums, terms)) return;
+  const float own = part_of(sums, part, terms);
   CF_UNROLL
-  for (int n = 0; n < kCount; ++n) sums[n] = restored(sums[n], part);
+  for (int n = 0; n < kCount; ++n) sums[n] = restored(sums[n], own);
 }
 
 // Whether some sum is infinite or no number.
@@ -45,13 +45,15 @@ CF_DEVICE void restore_products(float (&s)[kCount], float part, i32 terms, Recov
   float squares[4] = {};
   CF_UNROLL
   for (int n = 0; n < kCount; ++n) squares[n % 4] = fused(s[n], s[n], squares[n % 4]);
-  const float sum = (squares[0] + squares[1]) + (squares[2] + squares[3]);
-  const bool large = vote_any(!(sum < kLargeProduct * kLargeProduct));
-  if (large && vote_any(any_lost(s))) recover();
-  if (!large) return restore(s, part, terms);
-  if (!any_cut(s, terms)) return;
-  CF_UNROLL
-  for (int n = 0; n < kCount; ++n) s[n] = absolute(s[n]) < kLargeProduct ? restored(s[n], part) : s[n];
+  const float sum = (squares[0] + squares[1]) + (squares[2] + squares[3]), own = part_of(s, part, terms);
+  if (vote_any(!(sum < kLargeProduct * kLargeProduct))) {
+    if (vote_any(any_lost(s))) recover();
+    CF_UNROLL
+    for (int n = 0; n < kCount; ++n) s[n] = absolute(s[n]) < kLargeProduct ? restored(s[n], own) : s[n];
+  } else {
+    CF_UNROLL
+    for (int n = 0; n < kCount; ++n) s[n] = restored(s[n], own);
+  }
 }
 
 // A result, times a factor. It gets back half a unit of its last place, which leaves sums that were exact as they are.
