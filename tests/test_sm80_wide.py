@@ -192,6 +192,14 @@ def test_three_products_of_tf32_are_as_exact_as_float32(size, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_of_large_scores_fit_to_lse(dtype):
+    """Scores of 10^5, of which the backward makes the very sums and roundings that the forward made."""
+    q, k, v = qkv(np, 1, 2, 70, 150, 128, dtype=dtype)
+    check(q, k * dtype.type(1e4), v, via=vjp_on(Machine(compute_capability=SM90)))
+
+
+@needs_compiler
 def test_what_is_exact_stays_exact():
     """Every row sees one key: its lse is the score, and what rounds nowhere leaves no gradient behind."""
     one, rng = {"window": (0, 0), "scale": 1.0}, np.random.default_rng(0)

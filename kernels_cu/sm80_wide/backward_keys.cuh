@@ -42,9 +42,11 @@
 //   the same in no order                                                                39.0 / 33.4, 37.1 / 31.7
 //   another hour: the same                                                              34.6 / 28.9, 37.8 / 30.7
 //   columns of K in the order that makes sectors, no exchange of dq                     37.6 /    -, 38.5 /    -
-//   P in halves, scale and lse in one instruction                                       38.6 / 32.5, 38.2 / 32.2
+//   P in halves, scale and lse in one instruction *                                     38.6 / 32.5, 38.2 / 32.2
 //   first warps alone copy; 64 queries in one place for D 64                            40.8 / 36.4, 40.4 / 36.3
 //   these in no order, and before them                41.3 / 37.3, 40.5 / 37.1;         38.4 / 33.1, 38.5 / 32.4
+// * Taken back since: where scores reach 10^5 they must be rounded as the forward rounds them, or dv's error is 8 times
+// that of the plain computation.
 // A tile of D 128 takes 10240 cycles of the tensor cores. They were busy for 97 % of the time of products, 90 % of dq's,
 // which two warps do at once (one alone keeps them busy for 65 to 73 %); but a tile took 16400: 1260 for exponentials, 850
 // for dA, 1300 to 2000 for copies, 2000 for adds (the memory adds 2.4 TB/s of doubles, whoever asks). Instructions on
@@ -77,7 +79,6 @@ using Scores = Score[kR][kC];
 // Weights change hands in parts of kPartQ queries: where exponentials are slow dk begins while the rest are taken.
 constexpr i32 kHands = sizeof(Score) == 8 && kC >= 8 ? 2 : 1, kPartC = kC / kHands, kPartQ = kBlockQ / kHands;
 using Part = Score[kR][kPartC];
-constexpr bool kScaledLast = sizeof(Score) == 8 && !kMaskOrBias && !kSoftcapOrAlibi;      // with the subtraction of lse
 using Accumulator = Score[kR][kWideDim / 4];
 
 // Parts of the dq of a tile: some rows and a line of columns each.
@@ -189,10 +190,9 @@ struct Backward {
     constexpr bool kEarly = kMaskOrBias && !kSoftcapOrAlibi;      // registers are few beside softcap
     if constexpr (kEarly) addends.template load<true>(work, col(), row);
     multiply_by_transposed<true>(s, shared + pair() * kPairRows * TileK::kRowBytes, q_tile(tile), read_q, p.head_dim);
-    if constexpr (!kScaledLast) scale_scores<true>(s, derivative, work, col(), row);
+    scale_scores<true>(s, derivative, work, col(), row);
     if constexpr (kMaskOrBias && !kEarly) addends.template load<true>(work, col(), row);
     if constexpr (kMaskOrBias) addends.add_to(s);
-    const Score scale = work.terms.scale;
     const WarpDecay<Score> decay_of;
     const bool capped = kSoftcapOrAlibi && work.terms.softcap > Score(0);
     CF_UNROLL
@@ -205,7 +205,7 @@ struct Backward {
         CF_UNROLL
         for (int w = 0; w < kPartC; ++w) {
           const Score x = s[u][n * kPartC + w];
-          own[u][w] = weight_by(x, kScaledLast ? fused(scale, x, -lse[w]) : x - lse[w], decay_of);
+          own[u][w] = weight_by(x, x - lse[w], decay_of);
         }
       }
       hide(own, row + n * kPartQ);
