@@ -97,7 +97,8 @@ def test_masks_and_biases_that_repeat_and_other_dtypes():
     run(64, bias=single, mask=MASK, softcap=30.0)
     run(64, bias=single, **OPTIONS["alibi"])
     run(64, bias=single, **OPTIONS["dropout"])
-    run(64, bias=BIAS.astype(BFLOAT16), mask=np.where(MASK, 128, 0).astype(np.uint8).view(bool))
+    for byte in (128, 255):
+        run(64, bias=BIAS.astype(BFLOAT16), mask=np.where(MASK, byte, 0).astype(np.uint8).view(bool))
     run(64, bias=BIAS.astype(BFLOAT16), mask=MASK[:, :1])
 
 

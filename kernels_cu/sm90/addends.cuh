@@ -107,10 +107,11 @@ template <i32 kGroups = kAhead - 1> CF_DEVICE void wait_for_addends() {
   warp_barrier();                // all lanes' chunks are there
 }
 
-// A pair of biases, or -inf where its byte of a mask is 0; other bytes are below 0x81.
+// A pair of biases, or -inf where its byte of a mask is 0.
 CF_DEVICE u32 hide(u32 biases, u32 bytes) {
   constexpr u32 kHidden = KindOf<Element>::value == kFloat16 ? 0xfc00fc00u : 0xff80ff80u;
-  return lop3<0xca>(prmt(bytes + 0x7f7fu, 0, 0x9988u), biases, kHidden);
+  const u32 signs = bytes | ((bytes & 0x7f7fu) + 0x7f7fu);      // set in the bytes that are not 0
+  return lop3<0xca>(prmt(signs, 0, 0x9988u), biases, kHidden);
 }
 
 // use(entry, addend) for all of a thread's entries, from what has come of the bias. kMasked: and of the mask.
