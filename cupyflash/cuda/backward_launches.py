@@ -50,20 +50,19 @@ class Launches:
         together, beside = self._in_one_kernel(), self._beside_scores()
         by_sums = together and self.family == "sm80"  # dq leaves that kernel as sums
         self._reserve_rows(bool({"bias", "sinks"} & self.wrt) or not by_sums)
-        bias = beside & {"bias"}
-        if self.sizes.options[1] or not (together if self.family == "sm80_wide" else {"k", "v"} & self.wrt):
-            bias = frozenset()
+        owns_keys = together if self.family == "sm80_wide" else bool({"k", "v"} & self.wrt)
+        with_bias = "bias" in beside and owns_keys and self._is_unshaped()
         if by_sums:
             self._all_three()
         elif together:
             self._reserve("turns", ceil(4 * (1 + self.sizes.rows), self.score_bytes))
             self._delta()
-            self._all_in_turns(bool(bias))
+            self._all_in_turns(with_bias)
         else:
             self._delta()
-            self._keys_and_values(bool(bias))
+            self._keys_and_values(with_bias)
             self._queries({"q", "slopes"} & self.wrt - beside)
-        self._addends(beside - bias)
+        self._addends(beside - {"bias"} if with_bias else beside)
         if "bias" in self.wrt - beside:
             self._bias()
         return self._finished()
@@ -122,6 +121,10 @@ class Launches:
         record = self._record(("dbias",), owner="dbias")
         kept = record["own_heads"] and record["own_rows"] and record["own_cols"]
         return bool(kept) and math.prod(record["loop"].tolist()) == 1
+
+    def _is_unshaped(self) -> bool:
+        """Whether gradients of scores are those of products, which the main kernels have."""
+        return not self.sizes.options[1]
 
     def _addends(self, wanted: Set[str]) -> None:
         """The gradients of what is added to scores, from a kernel of scores alone."""

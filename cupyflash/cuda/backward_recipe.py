@@ -42,7 +42,7 @@ class _HopperBackward(Launches):
         self._reserve_rows(bool({"bias", "sinks", "slopes"} & self.wrt))
         self._row_stats(config)
         owned = ({"k", "v"} if wide else {"q", "k", "v"}) & self.wrt
-        with_bias = bool(owned) and not self.sizes.options[1] and self._keeps_bias()
+        with_bias = bool(owned) and self._is_unshaped() and self._keeps_bias()
         if owned:
             self._main(kernel, config, with_bias)
         if "q" in self.wrt and wide:
@@ -57,7 +57,7 @@ class _HopperBackward(Launches):
 
     def _finishes(self) -> bool:
         """Whether the main kernel turns sums into gradients of queries: each sum into one of q's dtype."""
-        if "q" not in self.wrt or self.accumulate or self.layouts["dq"].dtype != self.sizes.dtype:
+        if self.accumulate or self.layouts["dq"].dtype != self.sizes.dtype:
             return False
         return not any(self._broadcast_axes("q"))
 
@@ -69,9 +69,9 @@ class _HopperBackward(Launches):
             queries = {"dq"} if summed and self._finishes() else set()
             names = (*SCORES, "dout", *owners, *bias, *queries)
             record = self._record(names, owner=owners[0] if owners else None)
-            numbers = (own_of(record), number, order if summed else sm90_backward.NOT_WANTED)
-            extras = sm90_backward.Extras.of(config, self.sizes, record, *numbers, bool(queries))
             owned = own_of(record)
+            numbers = (owned, number, order if summed else sm90_backward.NOT_WANTED)
+            extras = sm90_backward.Extras.of(config, self.sizes, record, *numbers, bool(queries))
             grid = config.geometry.blocks(kernel, self.sizes, owned)
             self._add(config, grid, record, {"dk", "dv", "dbias"}.difference(owners, bias), extras)
 
