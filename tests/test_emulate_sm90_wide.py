@@ -176,14 +176,20 @@ def test_weights_of_large_scores_fit_to_lse(factor):
     assert_same(gradients.v[:, :, 60:125], dout)
 
 
-def test_what_is_exact_stays_exact():
-    """Every row sees one key: its lse is the score, and what rounds nowhere leaves no gradient behind."""
+@pytest.mark.parametrize("family", ["sm90_wide", "sm80_wide"])
+@pytest.mark.parametrize("d", [1, 64])
+def test_what_is_exact_stays_exact(d, family, monkeypatch):
+    """Every row sees one key: sums of one term, or of whole numbers, leave no gradient of scores behind."""
+    monkeypatch.setattr(families, "FORCED", family)
     one, rng = {"window": (0, 0), "scale": 1.0}, np.random.default_rng(0)
-    q, k, v = (rng.integers(-9, 10, (1, 1, 65, 64)).astype(np.float32) for _ in range(3))
+    q, k, v = (rng.integers(-9, 10, (1, 1, 65, d)).astype(np.float32) for _ in range(3))
     machine = Machine(compute_capability=HOPPER)
     out, lse = machine.attention(q, k, v, **one)
     np.testing.assert_array_equal(lse, (q * k).sum(-1))
-    gradients = machine.attention_backward(v, q, k, v, out, lse, **one)
+    if d == 1:
+        q, k, v = qkv(np, m=65, d=d)
+        out, lse = machine.attention(q, k, v, **one)
+    gradients = machine.attention_backward(np.ones_like(v), q, k, v, out, lse, **one)
     assert not gradients.q.any()
     assert not gradients.k.any()
 
