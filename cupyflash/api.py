@@ -7,7 +7,7 @@ from typing import Any
 
 from . import dispatch
 from .cost import Plan
-from .problem import Gradients
+from .problem import NO_DROPOUT, ORIGIN, Gradients
 
 
 def attention(
@@ -27,10 +27,10 @@ def attention(
     sinks: Any = None,
     q_lengths: Any = None,
     kv_lengths: Any = None,
-    dropout_p: float = 0.0,
+    dropout_p: float = NO_DROPOUT,
     dropout_seed: Any = None,
     dropout_offset: Any = 0,
-    dropout_origin: Any = (0, 0, 0),
+    dropout_origin: Any = ORIGIN,
     precision: str | None = None,
     deterministic: bool = True,
     return_lse: bool = False,

@@ -13,6 +13,9 @@ from .arrays import DTYPE_NAMES, array_module, as_operand, is_device, score_dtyp
 from .dropout import Dropout
 from .masks import Visibility
 
+# Defaults in more than one signature, one object in all: a remembered call leaves out what is its default.
+NO_DROPOUT, ORIGIN = 0.0, (0, 0, 0)
+
 
 class Gradients(NamedTuple):
     """Gradients by argument, each in its argument's shape and dtype; None where one was not asked for.
@@ -95,10 +98,10 @@ class Problem:
         sinks: Any = None,
         q_lengths: Any = None,
         kv_lengths: Any = None,
-        dropout_p: float = 0.0,
+        dropout_p: float = NO_DROPOUT,
         dropout_seed: Any = None,
         dropout_offset: Any = 0,
-        dropout_origin: Any = (0, 0, 0),
+        dropout_origin: Any = ORIGIN,
         precision: str | None = None,
         deterministic: bool = True,
         backend: str | None = None,
