@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from types import ModuleType
@@ -20,6 +21,7 @@ OPTIONS = {
 }
 
 
+@functools.cache
 def _cuda() -> ModuleType:
     """The CUDA backend, imported when a call first needs it: `import cupyflash` does not wait for it."""
     from . import cuda

@@ -112,8 +112,10 @@ def form_of(
 def maps_of(forms: Iterable[Form | None], addresses: Iterable[int]) -> bytes:
     """The maps of tensors at these addresses; zeros where there is no form, or an address that TMA does not take."""
     return b"".join(
-        bytes(MAP_BYTES) if form is None or address % ALIGNMENT else form.map_of(address)
-        for form, address in zip(forms, addresses)
+        [
+            bytes(MAP_BYTES) if form is None or address % ALIGNMENT else form.map_of(address)
+            for form, address in zip(forms, addresses)
+        ]
     )
 
 
