@@ -27,6 +27,21 @@ CF_DEVICE TileWork tile_work(u32 block, i32 tiles, i32 splits, i32 heads, bool l
   return work;
 }
 
+// The same with all heads' last tiles first, then the last but one, and so on: under a causal mask no long piece of work
+// begins near the end. Heads are taken `together` at a time, as many as the L2 cache holds keys and values of.
+CF_DEVICE TileWork longest_first(u32 block, i32 tiles, i32 splits, u32 heads, u32 owners, u32 together) {
+  const u32 pieces = u32(tiles) * splits, all = owners * heads, at_once = smaller(together, all);
+  const u32 first = block / (at_once * pieces) * at_once;
+  Digits digits{block - first * pieces};
+  const u32 head = first + digits.take(smaller(at_once, all - first));
+  TileWork work;
+  work.tile = tiles - 1 - digits.take(tiles);
+  work.split = digits.take(splits);
+  work.head = head % heads;
+  work.own = head / heads;
+  return work;
+}
+
 // Where part n of `parts` begins when tiles are shared out: tiles * n / parts, without a product that could overflow.
 CF_DEVICE i32 part_start(i32 tiles, i32 n, i32 parts) {
   const i32 whole = tiles / parts, rest = tiles - whole * parts;

@@ -12,6 +12,7 @@ constexpr i32 kR = kWarpRows / 8, kC = kOwnStep / 4, kO = kOwnCols / 4, kWideDim
 static_assert(kWarpRows % 16 == 0 && kBlockKV % kStep == 0 && kOwnStep % 16 == 0, "whole fragments");
 static_assert(!kPaired || kOwnCols % 64 == 0, "whole panels");
 
+constexpr i64 kHeldBytes = i64(1) << 25;   // of keys and values, that the L2 cache holds
 using TileQ = Tile<kBlockQ, kWideDim>;     // and the staging area of the output
 using TileK = Tile<kBlockKV, kHeadDim>;
 using TileV = Tile<kBlockKV, kHeadDimV>;
@@ -35,7 +36,11 @@ struct Place {
 
   CF_DEVICE void begin(const Params& p) {
     const i32 tiles = ceil_div(p.seqlen_q, kBlockQ), splits = kSplit ? p.splits : 1;
-    const TileWork work = tile_work(block_index(), tiles, splits, p.heads_q, p.call.right < kUnbounded);
+    const i64 bytes_each = larger(i64(1), i64(p.seqlen_k) * (p.head_dim + p.head_dim_v) * 2);      // of keys and values
+    const i64 together = i64(p.heads_q / p.heads_kv) * clamp(kHeldBytes / bytes_each, i64(1), i64(1) << 16);
+    const TileWork work = p.call.right < kUnbounded
+        ? longest_first(block_index(), tiles, splits, p.heads_q, points(p.own), u32(together))
+        : tile_work(block_index(), tiles, splits, p.heads_q, false);
     item = item_at(p, work.own, 0);
     sight = visibility_of(p, item);
     head = work.head;
