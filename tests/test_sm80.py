@@ -11,7 +11,7 @@ from emulated import needs_compiler, vjp_on
 from support import BFLOAT16, assert_same, check, normal, qkv
 
 import cupyflash
-from cupyflash.cuda import configs, families, sm80_runs
+from cupyflash.cuda import configs, families, recipe, sm80_runs
 from cupyflash.cuda.emulate import Machine
 from cupyflash.cuda.recipe import Sizes
 from cupyflash.problem import Problem
@@ -93,6 +93,51 @@ def test_runs_of_keys_in_the_emulation(heads):
     )
     kernels = [config.kernel for config in machine.launched]
     assert kernels[:2] == ["decode", "combine"]
+
+
+FORMS_OF_DECODE = {
+    "a few rows": ((2, 8, 4, 1, 1300, 64, 64), {"sinks": 0.5}),
+    "window": ((1, 8, 4, 1, 1300, 40, 128), {"window": (700, 100), "query_offset": 1150}),
+    "lengths": ((1, 8, 4, 2, 1500, 24, 72), {"kv_lengths": np.array([70])}),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", FORMS_OF_DECODE)
+def test_the_forms_of_a_decode_give_the_same_bits(name, monkeypatch):
+    """Wide tiles or narrow ones, warps that part keys or heads: bits do not depend on what else is in the call."""
+    (batch, heads, heads_kv, m, n, *dims), options = FORMS_OF_DECODE[name]
+    q, k, v = qkv(np, batch, heads, m, n, *dims, heads_kv=heads_kv, dtype=BFLOAT16)
+    results, launched = [], set()
+    for few, many in ((False, False), (True, False), (True, True)):
+        monkeypatch.setattr(
+            sm80_runs,
+            "decode_form",
+            lambda row, *_, form=(few, many): sm80_runs.decode_forms(row, True)[form],
+        )
+        recipe.forward_recipe.cache_clear()
+        machine = Machine(compute_capability=80)
+        check(q, k, v, via=vjp_on(machine), backward=False, **options)
+        results.append(machine.attention(q, k, v, **options))
+        launched.add(machine.launched[0])
+    recipe.forward_recipe.cache_clear()
+    assert len(launched) == 3
+    for other in results[1:]:
+        assert_same(other, results[0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "n", "form"),
+    [(16, 32, 8192, (8, 4)), (1, 32, 8192, (8, 1)), (16, 80, 8192, (16, 1)), (1, 32, 131072, (8, 4))],
+)
+def test_warps_of_a_decode_part_heads_where_blocks_are_many(batch, heads, n, form):
+    q, k, v = (
+        np.broadcast_to(BFLOAT16.type(0), (batch, h, rows, 128)) for h, rows in ((heads, 1), (8, n), (8, n))
+    )
+    sizes = Sizes.of(Problem.create(q, k, v))
+    row = configs.choose("sm80", "decode", "bfloat16", 128, 128, (False,) * 3, 90).geometry
+    found = sm80_runs.decode_form(row, sizes, sm80_runs.runs_of_keys(sizes))
+    assert (found.block_q, found.head_warps) == form
 
 
 PAIRS_OF_WARPS = {

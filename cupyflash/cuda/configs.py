@@ -239,6 +239,14 @@ def in_runs(config: Config) -> Config:
     return replace(config, geometry=sm80_runs.cut(config.geometry))
 
 
+def decode_forms(config: Config) -> tuple[Config, ...]:
+    """The forms of a decode."""
+    if not isinstance(config.geometry, sm80.Geometry) or config.kernel != "decode":
+        return ()
+    forms = sm80_runs.decode_forms(config.geometry, not any(config.options))
+    return tuple(replace(config, geometry=form) for form in forms.values())
+
+
 def unordered(config: Config) -> Config:
     """The form of a backward that adds to dq in no order."""
     if not isinstance(config.geometry, sm80.Geometry) or config.kernel != "backward":
@@ -265,7 +273,9 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
                 config = choose(family.name, kernel, dtype, *dims, options, one)
                 precisions = family.precisions if dtype == "float32" else ()
                 forms = [choose(family.name, kernel, dtype, *dims, options, one, x) for x in precisions]
-                seen |= dict.fromkeys([config, *forms, in_runs(config), unordered(config)])
+                seen |= dict.fromkeys(
+                    [config, *forms, in_runs(config), unordered(config), *decode_forms(config)]
+                )
     yield from seen
 
 

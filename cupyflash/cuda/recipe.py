@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,6 +128,8 @@ def _forward_on_planes(config: Any, cc: int, sizes: Sizes, layouts: dict[str, La
 def _forward_in_runs(config: Any, cc: int, runs: int, sizes: Sizes, layouts: Layouts) -> Recipe:
     decode = sm80_runs.is_decode(sizes)
     form: Any = config_of(config.family, "decode", cc, sizes) if decode else in_runs(config)
+    if decode:
+        form = replace(form, geometry=sm80_runs.decode_form(form.geometry, sizes, runs))
     after = config_of(config.family, "combine", cc, sizes)
     record = build_record(sizes, dict(layouts), splits=runs).tobytes()
     slices = sizes.heads_q * sizes.seqlen_q * max(1, ceil(sizes.head_dim_v, sm80_runs.COMBINED_COLS))

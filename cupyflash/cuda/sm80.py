@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 128  # of swizzled tiles; dynamic shared memory is rounded up to it
 FRAGMENT = 16  # rows and columns that an mma instruction takes
 PAIR_FLAG_BYTES = 64
+MOST_HELD_QUERIES = 2048  # numbers that a decode's warp keeps in registers
 FLAG_BYTES = 4  # of a thread: what it knows of dropout in a step
 PLACE_BYTES = 256  # of what the threads of a forward share besides tiles
 Q_PASS_BYTES, PASS_BYTES = 256, 640  # of a backward_q, of a backward that owns keys
@@ -41,6 +42,7 @@ class Geometry(NamedTuple):
     split: bool = False  # forward: keys are cut into runs
     ordered: bool = True  # backward: adds to dq in a fixed order
     stages: int = 0  # decode, backward_bias: slices on their way, and the one that is read
+    head_warps: int = 1  # decode: heads of keys that the warps of a block part; if 1 they part keys
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"/{self.head_dim_v}")
@@ -53,6 +55,7 @@ class Geometry(NamedTuple):
             "unordered": not self.ordered,
         }
         words += [f"stages{self.stages}"] if self.stages else []
+        words += [f"heads{self.head_warps}"] if self.head_warps > 1 else []
         return " ".join(words + [word for word, on in flags.items() if on])
 
     def constants(self) -> dict[str, int | bool]:
@@ -70,6 +73,7 @@ class Geometry(NamedTuple):
             "kPaired": self.paired,
             "kSplit": self.split,
             "kStages": self.stages,
+            "kHeadWarps": self.head_warps,
             "kOrdered": self.ordered,
         }
 
@@ -82,8 +86,11 @@ class Geometry(NamedTuple):
             if self.paired:
                 used += 4 * q * self.step + self.threads // 32 * PAIR_FLAG_BYTES - _tile(kv, d)
         elif kernel == "decode":
-            rows = self.threads // 32 * FRAGMENT  # of keys, and of lse
-            used = _tile(q, d) + self.stages * (_tile(rows, d) + _tile(rows, e)) + rows * score_bytes
+            warps = self.threads // 32
+            queries = 2 * q * d if q * d > MOST_HELD_QUERIES else 0
+            used = warps * (
+                self.stages * (_tile(FRAGMENT, d) + _tile(FRAGMENT, e)) + queries + 2 * q * score_bytes
+            )
         elif kernel == "backward_q":
             used = _tile(q, d) + _tile(q, e) + 2 * (_tile(kv, d) + _tile(kv, e)) + staged + Q_PASS_BYTES
         elif kernel in ("backward", "backward_kv"):
@@ -113,7 +120,7 @@ class Geometry(NamedTuple):
         if kernel in ("backward", "backward_kv"):
             return owners * sizes.heads_kv * ceil(sizes.seqlen_k, self.block_kv)
         if kernel == "decode":
-            return owners * sizes.heads_kv * ceil(rows_of_a_group(sizes), self.block_q)
+            return owners * sizes.heads_kv // self.head_warps * ceil(rows_of_a_group(sizes), self.block_q)
         return owners * sizes.heads_q * ceil(sizes.seqlen_q, self.block_q)
 
     def broken_rules(self, kernel: str, score_bytes: int) -> list[str]:
@@ -124,7 +131,7 @@ class Geometry(NamedTuple):
         if kernel == "backward_bias":
             parts = self.block_q // BIAS_WARP_ROWS
         if kernel == "decode":
-            rows, parts = self.block_kv, warps
+            rows, parts = self.block_kv, warps // self.head_warps
         stepped = self.block_q if on_keys else self.block_kv
         rules = {
             f"threads = {self.threads} must be a multiple of 64": self.threads % 64 == 0,

@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 MOST_DECODE_ROWS = 32
 MOST_RUNS = 64
+FEW_QUERIES = 8  # of a decode's tile, where it needs no more
+MOST_COLS_OF_HEADS = 128  # of results that a warp holds twice
+BLOCKS_OF_HEADS = 128  # with fewer blocks, in each of which warps part heads, multiprocessors are left idle
 COMBINED_COLS = 32  # of a warp that joins runs
 KEYS_A_RUN, MANY_RUNS = 512, 8  # twice as many keys where they make so many runs
 KEYS_A_QUERY = 8  # with fewer keys for each query there are query tiles enough
@@ -39,6 +42,22 @@ def cut(geometry: Geometry) -> Geometry:
         split=True,
     )
     return small._replace(occupancy=2 if small.shared_bytes("forward", 4) <= HALF_SHARED else 1)
+
+
+def decode_forms(geometry: Geometry, plain: bool) -> dict[tuple[bool, bool], Geometry]:
+    """A decode's row by whether queries are few and heads many: all of them give the same bits."""
+    most = geometry if plain else geometry._replace(occupancy=min(geometry.occupancy, 2))  # else they spill
+    few = geometry._replace(block_q=FEW_QUERIES)
+    narrow = plain and max(geometry.head_dim, geometry.head_dim_v) <= MOST_COLS_OF_HEADS
+    apart = few._replace(head_warps=geometry.threads // 32) if narrow else few
+    return {(False, False): most, (False, True): most, (True, False): few, (True, True): apart}
+
+
+def decode_form(geometry: Geometry, sizes: Sizes, runs: int) -> Geometry:
+    """The form that a call takes."""
+    few, warps = rows_of_a_group(sizes) <= FEW_QUERIES, geometry.threads // 32
+    many = sizes.heads_kv % warps == 0 and sizes.batch * sizes.heads_kv // warps * runs >= BLOCKS_OF_HEADS
+    return decode_forms(geometry, not any(sizes.options))[few, many]
 
 
 def is_decode(sizes: Sizes) -> bool:

@@ -1,51 +1,79 @@
 // Forward for few queries and many keys by mma.sync: bound by the memory that keys and values come from.
 //
-// The rows of a tile are the queries of all heads of a group, kTileRows of them; a block walks one of p.splits runs of
-// keys. Its warps part the keys, not the rows: each streams slices of kSlice keys through stages of its own in shared
-// memory and meets the others only at the end, when their results are joined. prepost/combine.cu joins the runs.
+// The rows of a tile are the queries of all heads of a group, kTileRows of them, 8 or 16: the columns of S^T = K Q^T and of
+// O^T = V^T P^T, so that no product is wasted on rows that are not there. Run r of p.splits takes the tiles of kBlockKV keys
+// r, r + p.splits, ...; slice w of each of them, kSlice keys, belongs to strand w of the run. Each warp streams slices through
+// stages of its own in shared memory. The warps of a block take the strands of a run and meet at the end, when these are joined
+// in order; or (kHeadWarps) each takes a head, and its strands one after the other: the same bits, fewer blocks, no meeting.
+// prepost/combine.cu joins the runs.
 //
-//   warp, slice n | wait for n; start copies of n + kStages - 1    S = Q K^T    P = exp(S), dropout    O += P V
-//   block         | # lse, O of all warps # joined
+//   warp, slice n | wait for n; start copies of n + kStages - 1    S^T = K Q^T    P = exp(S), dropout    O^T += V^T P^T
+//   block         | # sums, O^T of all strands # joined
 //
-// Measured (H200, 2026-11-30, bfloat16, 32 heads over 8, D 128; 16 x 8192 keys, then 1 x 8192, us with the joining): as it is
-// 138.6, 23.7; four blocks of two warps 137.9, 36.4; runs of 2048 keys 135.7, 37.0; of 512 142.7, 24.2; four stages, or six
-// blocks of two warps and two stages 148 and 152. Of that 6 and 4 us go to the joining.
-// Then (another run, 16 x 8192 keys, with the joining): keys and values that leave the L2 cache first 140.4 to 136.0, for the
-// joining finds its numbers there; in two more runs 142.0 to 137.4 and 140.8 to 136.8. Copies without any computing 134.3.
-// Nothing gained: copies of K and V one by one, each as soon as its place has been read, 138.2 where this takes 137.4; the
-// L2 cache asked for 256 bytes at a time 149; other orders of the blocks; two stages, and three blocks.
-// Joined by the last blocks of the launch instead, which wait for the others, 138.8 instead of 137.0, and 1 x 8192 keys 23.6
-// instead of 24.1. With that, warps that part heads instead of keys, their queries in registers: 132.2 where the heads of a
-// key lie side by side, but 144.5 instead of 140.0 where they do not; runs of 2048 keys 134.8 and 36.7; blocks of eight warps
-// 144.6; copies without any computing 130.5, cuDNN 127.1. Where a block took its number from a ticket, so that ptxas did not
-// know it to be one number, copies with a cache hint were encoded as illegal instructions (NVRTC 12.9 and 13.0).
+// Measured (H200, 2026-11-30, bfloat16, us with the joining; D 128, 8 heads of keys, four queries each: 16 x 8192 keys, heads
+// of a key side by side, then apart; 1 x 8192; 64 x 4096; 1 x 131072; at last D 64, 32 heads of one query, 32768 keys):
+//   16 rows always, as rows, 16 of 64 keys a warp         136.7  136.6  23.8  266.0  133.2  74.0    (cuDNN 124.4 first)
+//   8 rows as columns, contiguous runs and strands        135.9  137.3  24.0  266.8  134.1  73.8
+//   the same where warps part heads                       132.8  135.6  61.4  267.4  132.7  71.4
+//   by turns, and no selection where all is seen          133.6  133.4  20.8  263.9  131.1  70.9
+//   the same where warps part heads                       130.4  132.4  52.2  262.1  131.3  70.5
+// Groups of 16 queries 80.6 before and after, D 256 81.7 to 78.2. The joining as a dependent launch (griddepcontrol) would take
+// 0.5 to 1.5 more off: 129.8 and 132.1, 20.0, 259.7; where the next call's launch depends, too, 195 instead of 133 for 131072
+// keys, for blocks that wait keep others out. Eight warps that part heads, or that take all runs of a head and join them, in
+// one block a multiprocessor: 131.9 and 132.4 where four took 132.8; four stages 137.9.
+// Copies alone, no joining: 120 to 122 in every order of blocks, runs and warps, heads side by side or apart, but for
+// contiguous runs of warps that part heads lying apart (130 to 132); rows by bulk copies 127 and more. From before: keys and
+// values that leave the L2 cache first gained 3 %; copies of K and V one by one, the L2 cache asked for 256 bytes at a time,
+// two stages, runs of 512 or 2048 keys, joining by the last blocks of the launch: nothing or worse.
 //
-// Shared memory: Q; the stages of each warp (K, V), which its O takes at the end; lse.
+// Copies with a cache hint whose shared address ptxas (NVRTC 12.9 and 13.0) knows as a lane's number plus a uniform one are
+// encoded as illegal instructions (LDGSTS [R + UR], desc[UR]): the address goes through a shuffle.
+//
+// Shared memory: the stages of each warp (K, V), which its O takes at the end; queries that registers cannot hold; the sums.
 #include "attn/schedule.cuh"
 #include "sm80/weights.cuh"
 
-constexpr i32 kTileRows = 16, kSlice = 16, kTileKeys = kWarps * kSlice;
-using TileQ = Tile<kTileRows, kHeadDim>;
+constexpr i32 kTileRows = kBlockQ, kN = kTileRows / 8, kSlice = 16, kStrands = kBlockKV / kSlice;
+constexpr bool kWalks = kHeadWarps > 1;                   // a warp takes all strands of a run
+constexpr bool kStored = kTileRows * kHeadDim > 2048;    // registers have no room for queries
 using TileK = Tile<kSlice, kHeadDim>;
 using TileV = Tile<kSlice, kHeadDimV>;
-using Scores = float[2][kSlice / 4];
+using Scores = float[2 * kN][2];      // [2 n + x][h]: query 8 n + 2 (l % 4) + x, key 8 h + l / 4
+using Output = float[kN][kHeadDimV / 16][4];      // [n][m][2 y + x]: the same query, column 16 m + 8 y + l / 4
+static_assert(kWarps == (kWalks ? kHeadWarps : kStrands), "each warp has something of its own");
 
 // Offsets in shared memory.
 constexpr i32 kStageBytes = TileK::kBytes + TileV::kBytes, kWarpBytes = kStages * kStageBytes;
-constexpr i32 kAtStages = TileQ::kBytes, kAtLse = kAtStages + kWarps * kWarpBytes, kUsedBytes = kAtLse + kWarps * kTileRows * 4;
+constexpr i32 kAtQueries = kWarps * kWarpBytes, kQueryBytes = kStored ? kTileRows * kHeadDim * 2 : 0;
+constexpr i32 kAtSums = kAtQueries + kWarps * kQueryBytes, kUsedBytes = kAtSums + kWarps * kTileRows * 8;
 static_assert(kUsedBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
 static_assert(kTileRows * kHeadDimV * 4 <= kWarpBytes, "a warp's output fits its stages");
 
-// What a block works on: `rows` in all (query i of head h of the group is row h * seqlen_q + i), from `first_row`.
+// The eight lanes that share queries.
+struct ColumnLanes {
+  static CF_DEVICE float max(float x) {
+    CF_UNROLL
+    for (u32 mask = 4; mask < 32; mask *= 2) x = maximum(x, shuffle_xor(x, mask));
+    return x;
+  }
+  static CF_DEVICE float sum(float x) {
+    CF_UNROLL
+    for (u32 mask = 4; mask < 32; mask *= 2) x += shuffle_xor(x, mask);
+    return x;
+  }
+};
+
+// What a warp works on: `rows` in all (query i of head h of the group is row h * seqlen_q + i), from `first_row`.
 struct Place {
   Item item;
-  i32 kv_head, first_row, rows, split;
+  i32 warp, kv_head, first_row, rows, split;
 
   CF_DEVICE Place(const Params& p, u32 block) {
     rows = p.heads_q / p.heads_kv * p.seqlen_q;
     Digits digits{block};      // all heads of a run together: often their keys lie side by side
+    warp = i32(warp_index());
     first_row = rows <= kTileRows ? 0 : digits.take(ceil_div(rows, kTileRows)) * kTileRows;
-    kv_head = digits.take(p.heads_kv);
+    kv_head = digits.take(p.heads_kv / kHeadWarps) * kHeadWarps + (kHeadWarps > 1 ? warp : 0);
     split = digits.take(p.splits);
     item = item_at(p, digits.rest, 0);
   }
@@ -66,69 +94,118 @@ struct Query {
   }
 };
 
+// The maximum and the sum of one row of a strand, or of several together.
+struct Sums {
+  float m, l;
+
+  // Takes in those of another strand; what the two's outputs then count.
+  CF_DEVICE void join(const Sums& other, float& mine, float& others) {
+    const float top = maximum(m, other.m), reference = reference_of(top);
+    mine = exponential(m - reference);
+    others = exponential(other.m - reference);
+    l = fused(l, mine, other.l * others);
+    m = top;
+  }
+};
+
+// What counts nothing may be no number.
+CF_DEVICE float weighed(float x, float mine, float other, float others) {
+  const float kept = mine != 0.0f ? x * mine : 0.0f;
+  return others != 0.0f ? fused(other, others, kept) : kept;
+}
+
 struct Decode {
   const Params& p;
   const Place& at;
   Visibility sight;
   u32 shared;
-  i32 start, stop;                     // keys of the run
+  i32 start, stop;                     // the first key of the warp; where all end
+  i32 slices, a_strand;                // of the warp, of a strand
+  Interval whole;                      // keys that all queries see
   ElementRows k, v;
-  Reader<TileK, false> read_k;
-  Reader<TileV, true> read_v;
-  Reader<TileQ, true> read_q;
-  OnlineSoftmax<float, 2, QuadLanes> softmax;
-  float out[2][kHeadDimV / 4];
+  Reader<TileK, true> read_k;
+  Reader<TileV, false> read_v;
+  u32 q[kN][kHeadDim / 8];
+  OnlineSoftmax<float, 2 * kN, ColumnLanes> softmax;
+  Output out;
+  Sums joined_sums[2 * kN];
+  float joined[kN][kWalks ? kHeadDimV / 16 : 1][4];
 
-  CF_DEVICE Query query(int u) const { return Query(p, at, fragment_row(u), sight.q_length); }
+  CF_DEVICE static i32 tile_row(int u) { return u / 2 * 8 + i32(lane_index()) % 4 * 2 + u % 2; }
+  CF_DEVICE static i32 tile_key(int h) { return h * 8 + i32(lane_index()) / 4; }
+  CF_DEVICE Query query(int u) const { return Query(p, at, tile_row(u), sight.q_length); }
 
-  CF_DEVICE void load_queries() {
-    constexpr i32 kChunks = kHeadDim / 8;
-    CF_UNROLL_1
-    for (i32 n = thread_index(); n < kTileRows * kChunks; n += kThreads) {
-      const i32 r = n / kChunks, col = n % kChunks * 8;
-      const Query of(p, at, r, sight.q_length);
-      const ElementRows rows = rows_of<const Element>(p.call.q, p.q, at.item, of.head);
-      u32 words[4] = {};
-      if (of.live && rows.packed<8>() && col + 8 <= p.head_dim) {
-        const Packed<u32, 4> chunk = *reinterpret_cast<const Packed<u32, 4>*>(rows.at(of.row, col));
-        CF_UNROLL
-        for (int x = 0; x < 4; ++x) words[x] = chunk.value[x];
-      } else if (of.live) {
-        CF_UNROLL
-        for (i32 x = 0; x < 8; ++x) {
-          if (col + x < p.head_dim) words[x / 2] |= u32(rows.at(of.row, col + x)->bits) << (x % 2 * 16);
-        }
-      }
-      st_shared_128(shared + TileQ::place(r, n % kChunks), words);
-    }
-    block_barrier();       // the queries are there
+  CF_DEVICE u32 stored_query(int n, int c) const {      // only the lane that stored it reads it
+    return shared + kAtQueries + at.warp * kQueryBytes + (c / 2 * kN + n) * 256 + lane_index() * 8 + c % 2 * 4;
   }
 
-  CF_DEVICE i32 slice(i32 n) const { return start + (n * kWarps + i32(warp_index())) * kSlice; }
-  CF_DEVICE u32 stage(i32 n) const { return stages_of(warp_index()) + n % kStages * kStageBytes; }
-  CF_DEVICE u32 stages_of(i32 warp) const { return shared + kAtStages + warp * kWarpBytes; }
+  CF_DEVICE void load_queries() {
+    CF_UNROLL
+    for (int n = 0; n < kN; ++n) {
+      const Query of(p, at, 8 * n + lane_index() / 4, sight.q_length);
+      const ElementRows rows = rows_of<const Element>(p.call.q, p.q, at.item, of.head);
+      const i32 own = i32(lane_index()) % 4 * 2;
+      if (of.live && rows.packed<2>() && p.head_dim == kHeadDim) {
+        const u32* from = reinterpret_cast<const u32*>(rows.at(of.row, own));
+        CF_UNROLL
+        for (int c = 0; c < kHeadDim / 8; ++c) q[n][c] = from[4 * c];
+      } else {
+        CF_UNROLL
+        for (int c = 0; c < kHeadDim / 8; ++c) {
+          const i32 col = 8 * c + own;
+          const u32 low = of.live && col < p.head_dim ? rows.at(of.row, col)->bits : 0;
+          const u32 high = of.live && col + 1 < p.head_dim ? rows.at(of.row, col + 1)->bits : 0;
+          q[n][c] = low | high << 16;
+        }
+      }
+      if constexpr (kStored) {
+        CF_UNROLL
+        for (int c = 0; c < kHeadDim / 8; ++c) st_shared_32(stored_query(n, c), q[n][c]);
+      }
+    }
+  }
 
-  CF_DEVICE void load_slice(i32 n) const {
-    if (slice(n) < stop) {
+  // Where a slice begins, and how many are left of its strand.
+  struct Slice { i32 key, left; };
+  CF_DEVICE void advance(Slice& slice) const {
+    const i32 stride = p.splits * kBlockKV;
+    slice.key += stride;
+    if (!kWalks || --slice.left > 0) return;
+    slice = {slice.key - a_strand * stride + kSlice, a_strand};
+  }
+
+  CF_DEVICE u32 stages_of(i32 warp) const { return shared + warp * kWarpBytes; }
+  CF_DEVICE u32 stage(i32 n) const { return stages_of(at.warp) + n % kStages * kStageBytes; }
+
+  CF_DEVICE void load_slice(i32 n, Slice& slice) const {
+    if (n < slices && slice.key < stop) {
       const i32 end = smaller(stop, sight.kv_length), lane = lane_index();
-      load_tile<TileK, 32, true>(stage(n), k, slice(n), end, p.head_dim, lane);
-      load_tile<TileV, 32, true>(stage(n) + TileK::kBytes, v, slice(n), end, p.head_dim_v, lane);
+      const u32 to = shuffle(stage(n), lane);      // in no uniform register
+      load_tile<TileK, 32, true>(to, k, slice.key, end, p.head_dim, lane);
+      load_tile<TileV, 32, true>(to + TileK::kBytes, v, slice.key, end, p.head_dim_v, lane);
     }
     cp_async_commit_group();
+    advance(slice);
   }
 
   // Natural scores of a slice from products, -inf where a row does not see a key.
   CF_DEVICE void select(Scores& s, i32 col) const {
+    if (kPlainScores && whole.covers(col, col + kSlice)) {
+      const float scale = score_terms_of<float>(p, at.item, 0).scale;
+      CF_UNROLL
+      for (int u = 0; u < 2 * kN; ++u) s[u][0] = times(scale, s[u][0]), s[u][1] = times(scale, s[u][1]);
+      return;
+    }
     CF_UNROLL
-    for (int u = 0; u < 2; ++u) {
+    for (int u = 0; u < 2 * kN; ++u) {
       const Query of = query(u);
       const Interval keys = of.live ? sight.keys_of(of.row) : Interval{0, 0};
       const ScoreTerms<float> terms = score_terms_of<float>(p, at.item, of.head);
       const Addends addends = addends_of(p, at.item, of.head);
       CF_UNROLL
-      for (int w = 0; w < kSlice / 4; ++w) {
-        const i32 j = col + fragment_col(w);
-        float x = times(terms.scale, s[u][w]), unused;
+      for (int h = 0; h < 2; ++h) {
+        const i32 j = col + tile_key(h);
+        float x = times(terms.scale, s[u][h]), unused;
         if constexpr (kSoftcapOrAlibi) {
           if (terms.softcap > 0.0f) x = terms.capped(x, unused);
           if (terms.slope != 0.0f) x = fused(-terms.slope, absolute(float(of.row + sight.offset - j)), x);
@@ -142,96 +219,230 @@ struct Decode {
             x = with_addend(x, masked(bias, allowed));
           }
         }
-        s[u][w] = seen ? x : -Limits<float>::infinity();
+        s[u][h] = seen ? x : -Limits<float>::infinity();
       }
     }
   }
 
   CF_DEVICE void drop(Scores& s, i32 col) const {
     CF_UNROLL
-    for (int u = 0; u < 2; ++u) {
+    for (int u = 0; u < 2 * kN; ++u) {
       const Query of = query(u);
       const DropoutStream stream = dropout_of(p, at.item, of.head);
       CF_UNROLL
-      for (int w = 0; w < kSlice / 4; ++w) s[u][w] = stream.kept(of.row, col + fragment_col(w)) ? s[u][w] : 0.0f;
+      for (int h = 0; h < 2; ++h) s[u][h] = stream.kept(of.row, col + tile_key(h)) ? s[u][h] : 0.0f;
     }
   }
 
-  CF_DEVICE void step(i32 n) {
-    Scores s;
-    const auto load = [&](u32(&left)[1][4], int k) { ldmatrix_x4(left[0], read_q.block(shared, 0, 16 * k)); };
-    multiply_by_transposed<TileK, kHeadDim>(s, load, stage(n), read_k, 0, [](int) {});
-    select(s, slice(n));
-    float rescale[2];
-    softmax.update(s, rescale);
-    if (vote_any(rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+  static CF_DEVICE void add_product(float (&acc)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    mma_m16n8k16<Element>(acc[0], acc[1], acc[2], acc[3], a, b0, b1);
+  }
+
+  // S^T = K Q^T: two sums, so that each product waits for the last but one.
+  CF_DEVICE void multiply_keys(Scores& s, u32 tile) const {
+    float acc[kN][2][4] = {};
+    CF_UNROLL
+    for (int c = 0; c < kHeadDim / 16; ++c) {
+      u32 keys[4];
+      ldmatrix_x4(keys, read_k.block(tile, 0, 16 * c));
       CF_UNROLL
-      for (int w = 0; w < kHeadDimV / 4; ++w) out[0][w] *= rescale[0], out[1][w] *= rescale[1];
+      for (int n = 0; n < kN; ++n) {
+        if constexpr (kStored) {
+          float low, high;
+          ld_shared_f32x2(low, high, stored_query(n, 2 * c));
+          add_product(acc[n][c % 2], keys, bits_of(low), bits_of(high));
+        } else {
+          add_product(acc[n][c % 2], keys, q[n][2 * c], q[n][2 * c + 1]);
+        }
+      }
     }
-    if constexpr (kDropout) drop(s, slice(n));
-    Operand<1, kSlice> rounded;
-    round_to(rounded, s);
-    multiply<TileV, kSlice>(out, rounded, stage(n) + TileK::kBytes, read_v, 0);
+    CF_UNROLL
+    for (int u = 0; u < 2 * kN; ++u) {
+      CF_UNROLL
+      for (int h = 0; h < 2; ++h) s[u][h] = acc[u / 2][0][2 * h + u % 2] + acc[u / 2][1][2 * h + u % 2];
+    }
+  }
+
+  // O^T += V^T P^T
+  CF_DEVICE void multiply_values(const Scores& s, u32 tile) {
+    u32 weights[kN][2];
+    CF_UNROLL
+    for (int n = 0; n < kN; ++n) {
+      CF_UNROLL
+      for (int h = 0; h < 2; ++h) weights[n][h] = movmatrix_trans(cvt_rn_x2<Element>(s[2 * n][h], s[2 * n + 1][h]));
+    }
+    CF_UNROLL
+    for (int m = 0; m < kHeadDimV / 16; ++m) {
+      u32 values[4];
+      ldmatrix_x4_trans(values, read_v.block(tile, 0, 16 * m));
+      CF_UNROLL
+      for (int n = 0; n < kN; ++n) add_product(out[n][m], values, weights[n][0], weights[n][1]);
+    }
+  }
+
+  CF_DEVICE void step(i32 n, i32 key) {
+    Scores s;
+    multiply_keys(s, stage(n));
+    select(s, key);
+    float rescale[2 * kN];
+    softmax.update(s, rescale);
+    bool any = false;
+    CF_UNROLL
+    for (int u = 0; u < 2 * kN; ++u) any = any || rescale[u] != 1.0f;
+    if (vote_any(any)) {
+      CF_UNROLL
+      for (int m = 0; m < kHeadDimV / 16; ++m) {
+        CF_UNROLL
+        for (int x = 0; x < 4 * kN; ++x) out[x / 4][m][x % 4] *= rescale[x / 4 * 2 + x % 2];
+      }
+    }
+    if constexpr (kDropout) drop(s, key);
+    multiply_values(s, stage(n) + TileK::kBytes);
+  }
+
+  CF_DEVICE void reset() {
+    softmax.reset();
+    CF_UNROLL
+    for (int n = 0; n < kN; ++n) clear(out[n]);
   }
 
   CF_DEVICE void run() {
+    Slice coming{start, a_strand}, slice = coming;
     CF_UNROLL_1
-    for (i32 n = 0; n < kStages - 1; ++n) load_slice(n);
+    for (i32 n = 0; n < kStages - 1; ++n) load_slice(n, coming);
     load_queries();
     CF_UNROLL_1
-    for (i32 n = 0; slice(n) < stop; ++n) {
+    for (i32 n = 0; n < slices; ++n) {
       cp_async_wait_group<kStages - 2>();
       warp_barrier();        // all lanes' copies of slice n are there; nobody reads the one before any more
-      load_slice(n + kStages - 1);
-      step(n);
+      load_slice(n + kStages - 1, coming);
+      if (!kWalks || slice.key < stop) step(n, slice.key);
+      if (kWalks && slice.left == 1) join_strand(n < a_strand);
+      advance(slice);
     }
     cp_async_wait_group<0>();
   }
 
-  CF_DEVICE u32 lse_of(i32 warp, i32 tile_row) const { return shared + kAtLse + (warp * kTileRows + tile_row) * 4; }
-  CF_DEVICE u32 out_of(i32 warp, i32 tile_row) const { return stages_of(warp) + tile_row * kHeadDimV * 4; }
+  CF_DEVICE Sums sums(int u) { return {softmax.m[u], ColumnLanes::sum(softmax.l[u])}; }
 
-  // The warps' results are joined as prepost/combine.cu does it, and go where it reads them.
+  // A walking warp's strand has ended.
+  CF_DEVICE void join_strand(bool is_first) {
+    if constexpr (kWalks) {
+      CF_UNROLL
+      for (int u = 0; u < 2 * kN; ++u) {
+        const Sums own = sums(u);
+        float mine = 0.0f, others = 1.0f;
+        if (is_first) joined_sums[u] = own;
+        else joined_sums[u].join(own, mine, others);
+        CF_UNROLL
+        for (int m = 0; m < kHeadDimV / 16; ++m) {
+          CF_UNROLL
+          for (int x = u % 2; x < 4; x += 2) {
+            float& to = joined[u / 2][m][x];
+            to = is_first ? out[u / 2][m][x] : weighed(to, mine, out[u / 2][m][x], others);
+          }
+        }
+      }
+      reset();
+    }
+  }
+
+  CF_DEVICE u32 sums_of(i32 warp, i32 row) const { return shared + kAtSums + (warp * kTileRows + row) * 8; }
+  CF_DEVICE u32 out_of(i32 warp, int n, int m) const {
+    return stages_of(warp) + (m * kN + n) * 512 + lane_index() * 16;
+  }
+
+  // The strands of a run are joined in order, and go where prepost/combine.cu reads them.
   CF_DEVICE void finish() {
-    const float none = -Limits<float>::infinity(), kept = kDropout ? dropout_scale<float>(p) : 1.0f;
+    if constexpr (kWalks) {
+      if (slices <= 0) {
+        CF_UNROLL
+        for (int u = 0; u < 2 * kN; ++u) joined_sums[u] = {-Limits<float>::infinity(), 0.0f};
+        CF_UNROLL
+        for (int n = 0; n < kN; ++n) clear(joined[n]);
+      }
+      CF_UNROLL
+      for (int u = 0; u < 2 * kN; ++u) {
+        const Row to = row_of(u);
+        CF_UNROLL
+        for (int m = 0; m < kHeadDimV / 16; ++m) {
+          to.write(m, joined[u / 2][m][u % 2], joined[u / 2][m][2 + u % 2]);
+        }
+        if (lane_index() / 4 == 0) to.write_lse(joined_sums[u]);
+      }
+    } else {
+      join_warps();
+    }
+  }
+
+  CF_DEVICE void join_warps() {
     warp_barrier();          // the warp's stages have been read
     CF_UNROLL
-    for (int u = 0; u < 2; ++u) {
-      float factor, lse;
-      softmax.finish(u, none, factor, lse);
-      if (lane_index() % 4 == 0) st_shared_32(lse_of(warp_index(), fragment_row(u)), bits_of(lse));
+    for (int u = 0; u < 2 * kN; ++u) {
+      const Sums own = sums(u);
+      if (lane_index() / 4 == 0) st_shared_f32x2(sums_of(at.warp, tile_row(u)), own.m, own.l);
+    }
+    CF_UNROLL
+    for (int m = 0; m < kHeadDimV / 16; ++m) {
       CF_UNROLL
-      for (int w = 0; w < kHeadDimV / 4; w += 2) {
-        const u32 to = out_of(warp_index(), fragment_row(u)) + fragment_col(w) * 4;
-        st_shared_f32x2(to, out[u][w] * factor * kept, out[u][w + 1] * factor * kept);
+      for (int n = 0; n < kN; ++n) {
+        const float(&x)[4] = out[n][m];
+        st_shared_128(out_of(at.warp, n, m), {bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3])});
       }
     }
-    block_barrier();         // all warps' results are there
-    const i64 all = i64(points(p.own)) * p.heads_q * p.seqlen_q;
-    float* outs = static_cast<float*>(p.call.partials);
-    CF_UNROLL_1
-    for (i32 r = warp_index(); r < kTileRows; r += kWarps) {
-      const Query of(p, at, r, sight.q_length);
-      if (!of.exists) continue;
-      float top = none, total = 0.0f, weight[kWarps];
+    block_barrier();         // all strands are there
+    CF_UNROLL
+    for (int u = 0; u < 2 * kN; ++u) {
+      float mine[kStrands], others[kStrands];
       CF_UNROLL
-      for (i32 n = 0; n < kWarps; ++n) top = maximum(top, weight[n] = ld_shared_f32(lse_of(n, r)));
-      const float reference = reference_of(top);
-      CF_UNROLL
-      for (i32 n = 0; n < kWarps; ++n) total += weight[n] = exponential(weight[n] - reference);
-      const i64 to = at.split * all + row_number(p, at.item, of.head, of.row);
+      for (int n = 0; n < kStrands; ++n) {
+        Sums own;
+        ld_shared_f32x2(own.m, own.l, sums_of(n, tile_row(u)));
+        if (n == 0) joined_sums[u] = own;
+        else joined_sums[u].join(own, mine[n], others[n]);
+      }
+      const Row to = row_of(u);
       CF_UNROLL_1
-      for (i32 col = lane_index(); col < p.head_dim_v; col += 32) {
-        float sum = 0.0f;
+      for (int m = at.warp; m < kHeadDimV / 16; m += kWarps) {
+        float all[2];
         CF_UNROLL
-        for (i32 n = 0; n < kWarps; ++n) {
-          if (weight[n] != 0.0f) sum = fused(weight[n] / total, ld_shared_f32(out_of(n, r) + col * 4), sum);
+        for (int n = 0; n < kStrands; ++n) {
+          CF_UNROLL
+          for (int y = 0; y < 2; ++y) {
+            const float x = ld_shared_f32(out_of(n, u / 2, m) + (2 * y + u % 2) * 4);
+            all[y] = n == 0 ? x : weighed(all[y], mine[n], x, others[n]);
+          }
         }
-        outs[to * p.head_dim_v + col] = sum;
+        to.write(m, all[0], all[1]);
       }
-      const float lse = top == Limits<float>::infinity() || top == none ? top : top + logarithm(total);
-      if (lane_index() == 0) outs[p.splits * all * p.head_dim_v + to] = lse;
+      if (at.warp == 0 && lane_index() / 4 == 0) to.write_lse(joined_sums[u]);
     }
+  }
+
+  // Where a row's results go among those of all runs.
+  struct Row {
+    float* out;      // null: there is no such row
+    float* lse;
+    i32 cols;
+    float factor;
+
+    CF_DEVICE void write(int m, float low, float high) const {
+      const i32 col = 16 * m + tile_key(0);
+      if (out != nullptr && col < cols) out[col] = low * factor;
+      if (out != nullptr && col + 8 < cols) out[col + 8] = high * factor;
+    }
+    CF_DEVICE void write_lse(const Sums& of) const {
+      if (out != nullptr) *lse = of.m == Limits<float>::infinity() ? of.m : of.m + logarithm(of.l);
+    }
+  };
+  CF_DEVICE Row row_of(int u) const {
+    const Query of = query(u);
+    const i64 all = i64(points(p.own)) * p.heads_q * p.seqlen_q;
+    const i64 row = at.split * all + row_number(p, at.item, of.head, of.row);
+    float* outs = static_cast<float*>(p.call.partials);
+    const float l = joined_sums[u].l, kept = kDropout ? dropout_scale<float>(p) : 1.0f;
+    return {of.exists ? outs + row * p.head_dim_v : nullptr, outs + p.splits * all * p.head_dim_v + row, p.head_dim_v,
+            l == 0.0f ? 0.0f : kept / l};
   }
 };
 
@@ -239,15 +450,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_dec
   const Place at(p, block_index());
   const Visibility sight = visibility_of(p, at.item);
   const Interval some = sight.keys_of_some(0, p.seqlen_q);
-  const i32 first = some.start / kTileKeys, tiles = larger(0, ceil_div(some.stop, kTileKeys) - first);
-  const i32 start = (first + part_start(tiles, at.split, p.splits)) * kTileKeys;
-  const i32 stop = smaller((first + part_start(tiles, at.split + 1, p.splits)) * kTileKeys, some.stop);
+  const i32 first = some.start / kBlockKV, tiles = larger(0, ceil_div(some.stop, kBlockKV) - first);
+  const i32 a_strand = tiles > at.split ? ceil_div(tiles - at.split, p.splits) : 0;
+  const i32 start = (first + at.split) * kBlockKV + (kWalks ? 0 : at.warp * kSlice), stop = some.stop;
+  const i32 slices = kWalks ? kStrands * a_strand : larger(0, ceil_div(stop - start, p.splits * kBlockKV));
   const u32 shared = tile_address(shared_address(&shared_storage<u8>()));
-  Decode decode{p, at, sight, shared, start, stop,
+  Decode decode{p, at, sight, shared, start, stop, slices, a_strand, sight.keys_of_all(0, p.seqlen_q),
                 rows_of<const Element>(p.call.k, p.k, at.item, at.kv_head),
                 rows_of<const Element>(p.call.v, p.v, at.item, at.kv_head)};
-  decode.softmax.reset();
-  clear(decode.out);
-  if (start < stop) decode.run();
+  decode.reset();
+  if (slices > 0) decode.run();
   decode.finish();
 }
