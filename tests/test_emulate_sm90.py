@@ -56,6 +56,11 @@ def test_alibi_rises_and_falls(slope, offset):
     run(64, alibi_slopes=np.float32([slope, slope / 2]), query_offset=offset)
 
 
+def test_lse_of_rows_that_see_one_key_of_their_own_tile():
+    """Most of their weight is in the tile before, whose columns are counted from its far end."""
+    run(64, causal=True, alibi_slopes=np.float32([0.5, 1.0]), query_offset=512)
+
+
 def test_rows_near_the_softcap():
     """In warps of their own: of the second the sums stay in range by the polynomial, which does not hold there."""
 

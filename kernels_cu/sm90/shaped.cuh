@@ -128,7 +128,13 @@ struct ShapedSteps : Warpgroup {
       const bool live = kPlainScores || 8 * h < course.rows;
       holds[h] = !live || (i32(near[h]) < 0 && Softmax::in_range(sums[h]));
     }
-    if (!vote_any(!holds[0] || !holds[1])) return true;
+    if (!vote_any(!holds[0] || !holds[1])) {
+      CF_UNROLL
+      for (int h = 0; h < 2; ++h) {
+        if (kSoftcapOrAlibi) sums[h] = fused(sums[h], line.lost[h], sums[h]);
+      }
+      return true;
+    }
     form_scores_again(s);
     return false;
   }

@@ -31,15 +31,20 @@ CF_DEVICE float cap_factor(const Launch& launch, float product, u32& near) {
   return fused(u, fused(u, launch.cap[2], launch.cap[1]), launch.cap[0]);
 }
 
-// ALiBi for keys on one side of a thread's two rows, less their references.
+// ALiBi for keys on one side of a thread's two rows, less their references. Column 0 may be far away, where base has
+// few places behind the point: `lost` is what its rounding takes from all weights of a row and tile, and gives to sums.
 struct Line {
-  float step, base[2];
+  float step, base[2], lost[2];
 
   CF_DEVICE Line(const Course& course, i32 n, const float (&reference)[2]) {
     const float first = course.first - float(n * kBlockKV);
     step = n < course.behind ? course.slope : -course.slope;
     CF_UNROLL
-    for (int h = 0; h < 2; ++h) base[h] = fused(-step, first + float(8 * h), -reference[h]);
+    for (int h = 0; h < 2; ++h) {
+      const float distance = first + float(8 * h);
+      base[h] = fused(-step, distance, -reference[h]);
+      lost[h] = times(fused(-step, distance, -base[h]) - reference[h], kLn2);
+    }
   }
   CF_DEVICE float at(int n) const { return fused(step, float(n / 4 * 8 + n % 2), base[n / 2 % 2]); }
 };
