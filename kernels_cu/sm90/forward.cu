@@ -116,6 +116,18 @@
 // 890; S is there when it is waited for (40), O too (60). The compiler's own stall counts add up to 520 for ALiBi's
 // weights, 690 for softcap's, 630 for Philox.
 //
+// In one process, 2026-11-30, softcap 30 took 1.44 of plain scores' time at head dim 128 and 1.51 at 64, ALiBi 1.14. A
+// score with a softcap is 4 multiply-adds, half a LOP3, an exponential and a sum. The same plain weights take 580 clk
+// in one consumer and 1070 in the other, by what runs beside them. What changes gave, time over that without them:
+//
+//   steps of O += P V started between the weights       plain 1.11 (4 + 2 + 2 steps), softcap 1.03 (6 + 2); with
+//                                                       more than one such place softcap's kernel never ended
+//   weights by 8, 16, 32, sums one such part behind     softcap 1.02, 1.05, 1.08; by 16 ALiBi 1.04, plain 1.05
+//   sums as a tree after the exponentials               softcap 1.02
+//   softcap: no turns; 192 x 80; 192 x 64               1.06; 1.01; 1.01; at 64, two consumers in turns 1.12
+//   softcap: references of 0, so no maxima (bfloat16)   0.99, 0.98 at 1024 keys; values of 2^56 would overflow
+//   head dim 256: 4 of 16 steps' queries in registers   1.00 at 4096 and 16384 keys; weights by 8 there: 1.00
+//
 // What did not help: key tiles of 80 at head dim 256; three consumers at head dim 128 (192 x 64, 192 x 80: 0.92 to
 // 1.02 of 128 x 128); key tiles of 64, 80 and 96 there in 5, 4 and 3 places (up to 27 % slower; 64 without turns 1 to
 // 3 % faster at 512 and 1024 causal keys, 9 % slower at 4096); ping-pong of three consumers; O finished early at head
