@@ -76,6 +76,29 @@
 // scores 1.3k, the last share 1 to 2k, dk and dv 4.3k on their way out, the keys that come next 0.4k, in any order 2.4k.
 // Head dim 64, eight query tiles: 40k, 4.1k, 1.3k, 2k, 2k, 0.3k.
 //
+// What was tried between pieces of work (2026-11-30, the time of the above in the same process divided by its own, in any
+// order, c: causal mask; all results were right, none is kept):
+//
+//                                                                    head dim 64               head dim 128
+//                                                              1024c  1024 16384c 16384   1024c  1024 16384c 16384
+//   next scores under the last dk, keys where values were       0.99  0.95  0.98  0.95    0.95  0.96  0.97  0.98
+//     no product with zeros for the first tile                     -     -     -     -    0.95  0.96  0.97  0.98
+//   two places for keys, the last dq with the next tile         1.02  0.97  0.98  0.95    0.95  0.96  0.92  0.94
+//     dv and dk without 64 queries that see none of the keys    0.99  0.93  0.94  0.91    0.92  0.91  0.89  0.89
+//     sums finished as they come, a ticket a piece              0.97  0.93  0.97  0.95    0.89  0.88  0.94  0.95
+//   who adds the last share under a causal mask finishes it     0.98     -  0.99     -    0.97     -  0.99     -
+//     a piece of work later, brought by the herald              0.92     -  0.99     -       -     -     -     -
+//
+// (The two indented rows, and at head dim 128 three places and one share, are with the third; there, at 128, scores go the
+// first row's way.) The loop decides: keys whose place changes, and what looks ahead, are 18 to 56 instructions of a tile's
+// 1683 and 1066 and cost 2 to 5 % where there is no end of work to gain by. Bounds at 1024 keys with a causal mask, wrong
+// results: without finishing 0.88 of the time at both head dims, without storing dk and dv 0.93 and 1.02. Why finishing
+// elsewhere saves nothing is not known: all blocks of a head are at a diagonal tile at once, so that who adds last may wait
+// for the others' shares, and 32 KB that TMA brings at an end may wait behind shares and the next tiles. Heads side by side
+// in any order, 1 to 16: head dim 64 0.96 to 1.00, 128 0.98 to 1.02, where two runs of the same differ by 0.01. ptxas
+// spills up to 1000 bytes where scores, dP or dq are started behind a branch; parts of dv and dk may be, with a fence of
+// their own.
+//
 // Sums turned into dq by the consumers at the end, against a kernel for it: without a mask 1 to 2 % less time in turn and 0
 // to 2 % in any order, with one nothing sure. By the scheduler's warp beside the products, with 24 registers: up to twice
 // the time at 1024 keys, and with the consumers' help at the end no less than by them alone. dk and dv by TMA: nothing.
