@@ -25,7 +25,8 @@ ENCODER: contextvars.ContextVar[Any] = contextvars.ContextVar("encoder", default
 _MOST_MAPS = 64  # addresses a form remembers
 _DATA_TYPES = {"float16": 6, "float32": 7, "bfloat16": 9}
 _ITEMSIZES = {6: 2, 7: 4, 9: 2}
-_NO_INTERLEAVE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _FILL_WITH_ZEROS = 0, 3, 3, 0
+_NO_INTERLEAVE, _PROMOTE_TO_256_BYTES, _FILL_WITH_ZEROS = 0, 3, 0
+_SWIZZLES = {32: 1, 64: 2, 128: 3}  # by the bytes of a box's row
 
 
 def takes(sizes: Sequence[int], strides: Sequence[int], itemsize: int) -> bool:
@@ -48,7 +49,7 @@ class Form:
     sizes, strides : sequence of int
         Of up to five axes from the contiguous one outward; strides in elements, that of the first is not used.
     box : sequence of int
-        Elements along the first two axes that one instruction moves; 128 bytes along the first.
+        Elements along the first two axes that one instruction moves; 32, 64 or 128 bytes along the first.
     """
 
     def __init__(self, dtype: str, sizes: Sequence[int], strides: Sequence[int], box: tuple[int, int]):
@@ -64,7 +65,7 @@ class Form:
             (ctypes.c_uint64 * (RANK - 1))(*steps, *(0,) * missing),
             (ctypes.c_uint32 * RANK)(*box, *(1,) * (RANK - 2)),
             (ctypes.c_uint32 * RANK)(*(1,) * RANK),
-            *(_NO_INTERLEAVE, _SWIZZLE_128_BYTES, _PROMOTE_TO_256_BYTES, _FILL_WITH_ZEROS),
+            *(_NO_INTERLEAVE, _SWIZZLES[box[0] * itemsize], _PROMOTE_TO_256_BYTES, _FILL_WITH_ZEROS),
         )
         self._data_type = _DATA_TYPES[dtype]
 
