@@ -126,3 +126,20 @@ def test_pieces_of_few_keys_in_any_order_of_threads(d, seed):
     ):
         q, k, v = qkv(np, 1, 3, m, n, d, dtype=BFLOAT16)
         check(q, k, v, via=vjp_on(machine), backward=False, **options)
+
+
+@pytest.mark.parametrize(("d", "n"), [(64, 1), (64, 131), (128, 97), (128, 300), (192, 65), (256, 50)])
+def test_masks_and_biases_of_any_width_in_any_order_of_threads(d, n):
+    """A table's rows have boxes of 32, 64 and 128 bytes a row; places are loaded over when all have read them."""
+    rng = np.random.default_rng(n)
+    q, k, v = qkv(np, 2, 2, 140, n, d, dtype=BFLOAT16)
+    mask = rng.random((2, 1, 140, n)) < 0.8
+    bias = rng.standard_normal((2, 140, n))
+    for options in (
+        {"mask": mask},
+        {"mask": mask, "bias": bias.astype(BFLOAT16)},
+        {"mask": mask, "bias": bias.astype(np.float32)},
+        {"mask": mask, "bias": bias.astype(BFLOAT16), "softcap": 30.0, "dropout_p": 0.3, "dropout_seed": 1},
+    ):
+        machine = Machine("checked", compute_capability=90, seed=n)
+        check(q, k, v, via=vjp_on(machine), backward=False, **options)

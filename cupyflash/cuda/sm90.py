@@ -22,11 +22,6 @@ def registers_suffice(roles: Any, consumers: int) -> dict[str, bool]:
     return {f"the roles want {wanted} registers, the block has {held}": wanted <= held}
 
 
-def addend_bytes(block_q: int, block_kv: int) -> int:
-    """Bytes of a tile of a mask and of a bias, whose rows are an odd number of 16 bytes apart."""
-    return block_q * (16 * (block_kv // 16 | 1) + 2 * block_kv + 16)
-
-
 class Geometry(NamedTuple):
     """A block's tile and pipeline."""
 
@@ -42,7 +37,7 @@ class Geometry(NamedTuple):
     out_apart: bool  # there they have a place of their own; else they take that of their queries
     producer_registers: int
     consumer_registers: int
-    addend_stages: int = 0  # tiles of a mask and of a bias in shared memory
+    bias_box: int = 0  # bytes of a row of the boxes in which biases of 16 bits come; 0: no mask or bias comes
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"/{self.head_dim_v}")
@@ -53,6 +48,11 @@ class Geometry(NamedTuple):
     def threads(self) -> int:
         """Threads of a block: a producer and the consumers."""
         return 128 * (1 + self.block_q // 64)
+
+    @property
+    def addend_boxes(self) -> dict[int, int]:
+        """Bytes of a row of the boxes in which masks, biases of 16 bits and of float32 come; by itemsize."""
+        return {1: 128 if self.block_kv > 64 else 64, 2: self.bias_box, 4: min(128, 2 * self.bias_box)}
 
     def constants(self) -> dict[str, int | bool]:
         """The constants of the kernel's source."""
@@ -68,7 +68,9 @@ class Geometry(NamedTuple):
             "kQStages": self.q_stages,
             "kOutPanels": self.out_panels,
             "kOutApart": self.out_apart,
-            "kAddendStages": self.addend_stages,
+            "kMaskBox": self.addend_boxes[1],
+            "kBiasBox": self.addend_boxes[2] or 32,
+            "kWideBox": self.addend_boxes[4] or 64,
             "kProducerRegisters": self.producer_registers,
             "kConsumerRegisters": self.consumer_registers,
         }
@@ -84,7 +86,10 @@ class Geometry(NamedTuple):
         row, row_v = 128 * ceil(self.head_dim, 64), 128 * ceil(self.head_dim_v, 64)
         keys_and_values = self.block_kv * (self.stages * row + self.stages_v * row_v)
         queries_and_results = self.block_q * (self.q_stages * row + 128 * self.out_panels * self.out_apart)
-        addends = self.addend_stages * addend_bytes(self.block_q, self.block_kv)
+        addends = 0
+        if self.bias_box:
+            bias = self.bias_box * ceil(2 * self.block_kv, self.bias_box)
+            addends = 2 * self.block_q * (self.addend_boxes[1] + bias)
         return ALIGNMENT_BYTES + queries_and_results + keys_and_values + addends
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
@@ -170,19 +175,19 @@ SHAPED = (
 )
 # Narrow heads with dropout: Philox hides better in longer tiles of two consumers that take turns than in three.
 NARROW_DROPOUT = _row(64, 64, 128, 128, stages=3)
-# Beside a mask and a bias, which want shared memory and registers: keys of a tile, and tiles of the two at a time; by
-# head dim.
-WITH_ADDENDS = {64: (80, 2), 96: (96, 2), 128: (96, 2), 256: (48, 2)}
+# Beside a mask and a bias, which want shared memory and registers: keys of a tile, and bytes of a row of a box of the
+# bias; by head dim.
+WITH_ADDENDS = {64: (128, 128), 96: (96, 64), 128: (96, 64), 192: (64, 128), 256: (48, 32)}
 
 
 def _beside_addends(row: Geometry, shaped: bool, dropout: bool) -> Geometry:
-    keys, stages = WITH_ADDENDS.get(row.head_dim, (row.block_kv, 1))
-    if dropout and not shaped and row.head_dim == 64:
-        row, keys = NARROW_DROPOUT._replace(stages=2, stages_v=2), NARROW_DROPOUT.block_kv
-    if shaped and row.head_dim in (96, 128):  # more would spill
-        keys = 80 if dropout or row.head_dim == 96 else 96
+    keys, box = WITH_ADDENDS[row.head_dim]
+    if row.head_dim == 64:
+        row = NARROW_DROPOUT._replace(stages=2, stages_v=2)
+    if shaped and (dropout or row.head_dim == 96) and row.head_dim in (96, 128):  # more would spill
+        keys, box = 80, 32
     turns = row.ping_pong and dropout  # without it they cost more than they give
-    return row._replace(block_kv=keys, ping_pong=turns, q_stages=1, out_panels=1, addend_stages=stages)
+    return row._replace(block_kv=keys, ping_pong=turns, q_stages=1, out_panels=1, bias_box=box)
 
 
 def _rows(options: tuple[bool, ...]) -> tuple[Geometry, ...]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .backward_rows import TICKETS
 from .simt import ceil
-from .sm90 import ALIGNMENT_BYTES, addend_bytes, registers_suffice
+from .sm90 import ALIGNMENT_BYTES, registers_suffice
 from .wgmma import wrapper
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ class Geometry(NamedTuple):
     def shared_bytes(self, kernel: str, score_bytes: int) -> int:
         """Dynamic shared memory of a block; the kernel asserts that it uses as much."""
         row = 128 * ceil(self.head_dim, 64)
-        addends = self.addend_stages * addend_bytes(self.block_q, self.block_kv)
+        # Rows are an odd number of 16 bytes apart.
+        addend_row = 16 * (self.block_kv // 16 | 1) + 2 * self.block_kv + 16
+        addends = self.addend_stages * self.block_q * addend_row
         return ALIGNMENT_BYTES + row * (2 * self.block_q + (self.stages + 1) * self.block_kv) + addends
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:

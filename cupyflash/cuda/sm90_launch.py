@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from ..arrays import array_module, is_device
-from .params import NUMBERS, UNBOUNDED, Layout, c_strides
+from .params import ADDRESSES, NUMBERS, UNBOUNDED, Layout, c_strides
+from .sm90 import Geometry
 from .tensormap import ALIGNMENT, MAP_BYTES, Form, form_of, maps_of
 
 if TYPE_CHECKING:
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
 # items.
 _LAUNCH = struct.Struct("=Q2f5i4fi")
 LAUNCH_BYTES = _LAUNCH.size
-MAPS_BYTES = 4 * MAP_BYTES
+MAPS_BYTES = 6 * MAP_BYTES
 _OUT = 3  # q, k, v and out are the first addresses of the record
+_MAPPED = tuple(map(ADDRESSES.index, ("q", "k", "v", "out", "bias", "mask")))
 _SCALE, _SOFTCAP, _RIGHT = (NUMBERS.index(name) for name in ("scale", "softcap", "right"))
 _LOG2E = np.float32(1.4426950408889634)
 _HALF_OF_L2 = 32e6  # bytes: keys and values of the heads that are walked side by side
@@ -57,7 +59,7 @@ def cap_polynomial(scale: float, softcap: float) -> tuple[float, ...]:
 class Extras:
     """The second and third argument of a launch, but for what each call brings."""
 
-    # Of q, k, v and out; None: no map (no keys; an out that TMA does not take).
+    # Of q, k, v, out, bias and mask; None: no map (no keys; an out that TMA does not take).
     forms: tuple[Form | None, ...]
     query_tiles: int
     heads: int
@@ -84,14 +86,15 @@ class Extras:
             else None
             for name, (*lengths, box) in tensors.items()
         ]
+        forms += [_addend_form(config, s, layouts.get(name), record, name) for name in ("bias", "mask")]
         head_bytes = s.seqlen_k * (s.head_dim + s.head_dim_v) * s.dtype.itemsize * s.heads_kv / s.heads_q
         query_tiles = -(-s.seqlen_q // g.block_q)
         items = s.batch if _shared_by_items(layouts.get("bias"), s) else 1
         return cls(tuple(forms), query_tiles, s.batch * s.heads_q, head_bytes, any(s.options[:2]), items)
 
     def maps(self, addresses: Sequence[int]) -> bytes:
-        """The maps of q, k, v and out, from the record's addresses."""
-        return maps_of(self.forms, addresses)
+        """The maps, from the record's addresses."""
+        return maps_of(self.forms, [addresses[place] for place in _MAPPED])
 
     def records(self, addresses: Sequence[int], numbers: Sequence[float], counter: int) -> tuple[bytes, ...]:
         """The launch record, from the record's addresses and numbers."""
@@ -104,6 +107,21 @@ class Extras:
         counts = (self.query_tiles * self.heads, self.query_tiles, self.heads, group)
         cap = cap_polynomial(float(scale), numbers[_SOFTCAP])
         return (_LAUNCH.pack(counter, scale, unit, *counts, by_tma, *cap, self.items),)
+
+
+def _addend_form(
+    config: Config, s: Sizes, layout: Layout | None, record: np.ndarray, name: str
+) -> Form | None:
+    """The form of a bias or mask, seen as an array of 16-bit words; None where it is read as one column."""
+    g, entry = config.geometry, record[name]
+    assert isinstance(g, Geometry)
+    if layout is None or not entry["col"]:
+        return None
+    size, lead = layout.dtype.itemsize, record["lead"][:-3:-1].tolist()
+    sizes = [-(-s.seqlen_k * size // 2), s.seqlen_q, s.heads_q, *lead]
+    steps = [int(entry["row"]), int(entry["head"]), *entry["lead"][:-3:-1].tolist()]
+    box = (g.addend_boxes[size] // 2, 64)
+    return None if 0 in sizes else Form("float16", sizes, [1, *(step * size // 2 for step in steps)], box)
 
 
 def _shared_by_items(bias: Layout | None, sizes: Sizes) -> bool:

@@ -14,7 +14,7 @@ from .params import ADDRESSES, Layout
 from .simt import ceil
 from .sm90_launch import Extras
 from .sm90_wide import PANEL, PLANES, SPLIT_COLUMNS
-from .tensormap import form_of
+from .tensormap import form_of, maps_of
 
 if TYPE_CHECKING:
     from .recipe import Sizes
@@ -84,4 +84,4 @@ class PlaneExtras(Extras):
     def maps(self, addresses: Sequence[int]) -> bytes:
         """The maps, from the record's addresses."""
         k, v = (addresses[index] for index in _ADDRESSES)
-        return super().maps([0, k, v, 0])
+        return maps_of(self.forms, [0, k, v, 0])

@@ -2,7 +2,7 @@
 // a query tile ahead by cp.async: no register waits for memory.
 //
 // Milliseconds of a whole backward at (1, 16, 4096, head dim), each thread reading its addends where they lie, and now
-// (H200, 2026-11-30, bfloat16; at head dim 256 with sm90/backward_q.cu, which has the forward's sm90/addends.cuh):
+// (H200, 2026-11-30, bfloat16; at head dim 256 with sm90/backward_q.cu, which has sm90/addend_rows.cuh):
 //
 //                                                 64             128            256
 //   plain                                         0.45           0.72           1.52   1.48

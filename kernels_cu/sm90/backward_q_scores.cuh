@@ -14,7 +14,7 @@ constexpr bool kPlainScores = !kMaskOrBias && !kSoftcapOrAlibi;
 constexpr float kLargestLse = 1048576.0f;             // 2^20: beyond it the rounding of lse might make weights overflow
 using Scores = float[kScores];
 using Operand = u32[kScores / 2];                     // a tile rounded, as wgmma takes it from registers
-#include "sm90/addends.cuh"                           // of such scores
+#include "sm90/addend_rows.cuh"                       // of such scores
 
 CF_DEVICE constexpr int query_of(int n) { return n / 2 % 2 * 8; }
 CF_DEVICE constexpr int key_of(int n) { return n / 4 * 8 + n % 2; }
@@ -62,7 +62,7 @@ CF_DEVICE void shape(Scores& s, Operand& derivative, float scale, const Place& a
     const Bias bias = bias_of(at.p, a);
     const auto add = [&](int n, float b) { s[n] = with_addend(s[n], b); };
     wait_for_addends();
-    if (bias == Bias::kComes) for_bias(addends, add);
+    if (bias == Bias::kOwn) for_bias(addends, add);
     else if (bias != Bias::kNone) for_bias_in_place(at.p, a, at.query, at.key, add);
     if (has_mask(at.p)) apply_mask(s, addends, at.p, a, at.query);
   }

@@ -10,13 +10,14 @@ static_assert(kThreads == 128 * (kConsumers + 1), "a producer and the consumers"
 struct Control {
   u64 work_wanted, work_ready[kWorkSlots], work_free[kWorkSlots], q_ready[kQStages], q_free[kQStages];
   u64 k_ready[kStages], k_free[kStages], v_ready[kStagesV], v_free[kStagesV];
+  u64 addends_ready[kConsumers][kPlaces], addends_free[kConsumers][kPlaces];
   Work work[kWorkSlots];
 };
 
 CF_DEVICE void initialise(Control& control) {
   mbarrier_init(control.work_wanted, 1);
   for (i32 n = 0; n < kWorkSlots; ++n) {
-    mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], 4 * kConsumers + 2);
+    mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], 4 * kConsumers + 2 + kMaskOrBias);
   }
   for (i32 n = 0; n < kQStages; ++n) {
     mbarrier_init(control.q_ready[n], 1), mbarrier_init(control.q_free[n], 4 * kConsumers);
@@ -26,6 +27,10 @@ CF_DEVICE void initialise(Control& control) {
   }
   for (i32 n = 0; n < kStagesV; ++n) {
     mbarrier_init(control.v_ready[n], 1), mbarrier_init(control.v_free[n], 4 * kConsumers);
+  }
+  for (i32 n = 0; n < kConsumers * kPlaces; ++n) {
+    mbarrier_init(control.addends_ready[n / kPlaces][n % kPlaces], 1);
+    mbarrier_init(control.addends_free[n / kPlaces][n % kPlaces], 4);
   }
   fence_mbarrier_init();
 }
@@ -84,6 +89,50 @@ template <bool kValues> CF_DEVICE void produce(const TensorMaps& maps, Control& 
     mbarrier_try_wait_parity(shared_address(&control.work_ready[slot.stage]), slot.parity);
     if (work.number < 0) break;
     if (kValues) producer.load_values(work); else producer.load_queries_and_keys(work);
+    mbarrier_arrive(shared_address(&control.work_free[slot.stage]));
+    slot.advance();
+  }
+}
+
+// kCount boxes of 64 rows, side by side.
+template <i32 kCount, i32 kBox>
+CF_DEVICE void load_boxes(u32 to, const TensorMap& map, u32 bar, i32 col, i32 row, const Work& work) {
+  CF_UNROLL
+  for (i32 n = 0; n < kCount; ++n) {
+    const i32 first = col + n * (kBox / 2);
+    cp_async_bulk_tensor_5d_load(to + n * 64 * kBox, map, bar, first, row, work.head, work.lead(0), work.lead(1));
+  }
+}
+
+// The producer of masks and biases: for all consumers, each in its own time.
+CF_DEVICE void produce_addends(const Params& p, const TensorMaps& maps, Control& control, u32 at) {
+  Ring<kWorkSlots> slot{0, 0};
+  u32 places = 0, parities = ~0u;              // a bit for each consumer
+  while (true) {
+    const Work& work = control.work[slot.stage];
+    mbarrier_try_wait_parity(shared_address(&control.work_ready[slot.stage]), slot.parity);
+    if (work.number < 0) break;
+    const Bias bias = bias_of(p, work.addends);
+    const bool masked = mask_comes(p, work.addends);
+    const u32 bytes = (masked ? kMaskPlace : 0) + (bias == Bias::kOwn ? 1 : bias == Bias::kFloat ? 2 : 0) * kBiasPlace;
+    CF_UNROLL_1
+    for (i32 step = work.last; step >= work.first; --step) {
+      CF_UNROLL_1
+      for (i32 consumer = 0; consumer < kConsumers; ++consumer) {
+        if (step > work.keys[consumer].last) continue;
+        const u32 bit = 1u << consumer, place = (places & bit) != 0, ready = barrier(control.addends_ready[consumer], place);
+        mbarrier_try_wait_parity(barrier(control.addends_free[consumer], place), (parities & bit) != 0);
+        const AddendPlace to(at, consumer, place);
+        const i32 key = work.tile(step) * kBlockKV, row = work.row + 64 * consumer;
+        mbarrier_arrive_expect_tx(ready, bytes);
+        if (masked) load_boxes<1, kMaskBox>(to.mask, maps.mask, ready, key / 2, row, work);
+        if (bias == Bias::kOwn) load_boxes<kBiasBoxes, kBiasBox>(to.bias, maps.bias, ready, key, row, work);
+        if (bias == Bias::kFloat) {
+          load_boxes<kWideBoxes, kWideBox>(to.wide, maps.bias, ready, 2 * key, row, work);
+        }
+        if (place + 1 == u32(places_of(bias))) places &= ~bit, parities ^= bit; else places |= bit;
+      }
+    }
     mbarrier_arrive(shared_address(&control.work_free[slot.stage]));
     slot.advance();
   }

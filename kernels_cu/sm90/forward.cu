@@ -1,8 +1,8 @@
 // Forward pass on Hopper's tensor cores: out and lse for 16-bit elements, head dims up to kHeadDim and kHeadDimV.
 //
 // FlashAttention-3's division of labour (Shah et al. 2024) with a softmax of our own (sm90/softmax.cuh): blocks stay on
-// their multiprocessor and take query tiles from a counter. Of warpgroup 0 three threads work: the scheduler prepares
-// the next piece of work, two producers load by TMA. The other warpgroups are consumers of 64 queries each: scores,
+// their multiprocessor and take query tiles from a counter. Of warpgroup 0 single threads work: the scheduler prepares
+// the next piece of work, producers load by TMA: queries and keys, values, and masks and biases where there are any. The other warpgroups are consumers of 64 queries each: scores,
 // weights and the accumulated output live in registers, and of weights nothing is ever written to memory.
 //
 //   block     one query tile (kBlockQ = 64 queries a consumer) of one head at a time
@@ -111,6 +111,25 @@
 //   softcap + dropout  128: key tiles of 128, not 112                                2.10   2.11     3.20   2.54
 //   ALiBi + dropout                                                                  2.17   1.91     2.83   2.19
 //
+// Masks and biases by TMA, by a thread that does nothing else; before, each warp fetched its rows by cp.async between its
+// weights and the next products. Times of plain scores in one run, before and since (at head dim 64 tiles of 128 x 128
+// beside any mask or bias, not 192 x 80; biases are (1, 16, 4096, 4096), masks (1, 1, 4096, 4096)):
+//
+//                        128             64            256
+//   mask                 1.59   1.53     1.82   1.68   1.48   1.39
+//   bias                 1.68   1.41     2.05   1.49   1.42   1.48
+//   bias, float32        2.07   1.93     2.60   2.10   1.68   1.79
+//   mask + bias          2.05   1.67     2.73   1.79   1.60   1.64
+//   mask + ALiBi         1.76   1.62     2.07   1.97   1.59   1.45
+//   mask + softcap       2.14   1.95     2.40   2.36   1.81   1.62
+//   mask + dropout       2.25   2.12     2.79   2.56   2.06   1.82
+//   bias + ALiBi         1.77   1.63     2.19   1.69   1.48   1.52
+//   bias + softcap       2.14   1.95     2.38   2.13   1.64   1.80
+//   bias + dropout       2.37   1.99     3.12   2.41   2.04   1.74
+//
+// By count, multiprocessors read 4.3 GB of keys and values at head dim 128, 2.1 GB of biases, 1.1 GB of masks. A thread
+// has, for 96 keys, 144 instructions of plain weights; a mask 122 more, a bias 108, both 258, Philox 280.
+//
 // Clocks of a step of one warp at head dim 128, by %clock: ALiBi 2350, of which weights 1160; softcap 2940 and 1530;
 // dropout 3990, weights 1170 and Philox 1370; mask + bias (96 keys) 3180, weights 1430 and the way of the next 450 to
 // 890; S is there when it is waited for (40), O too (60). The compiler's own stall counts add up to 520 for ALiBi's
@@ -139,8 +158,12 @@
 // ms); no turns beside bias and dropout (27 % slower); a bias in registers before its scores are there (spills); with
 // options, at head dim 128: a third place for keys, key tiles of 48, 64, 80, 96 and 144 (3 to 20 % slower), Philox before
 // the turn, turns passed before the second product; at 64: four places, four consumers of 256 x 64, 128 x 192, O
-// finished early (mask 20 % slower). Three consumers of 192 x 64 were 5 % faster beside mask and bias (mask + softcap 11),
-// but spill four registers.
+// finished early (mask 20 % slower). Three consumers of 192 x 64 at head dim 128, with masks and biases by TMA: 2 to 14 %
+// slower, but for mask + softcap (2 % faster) and biases of float32 (4 %). A warpgroup of aids: a lone warp of a scheduler
+// has an instruction done in 4 to 6 clocks, and so they are what all wait for. Fetching masks and biases for both consumers
+// they gave nothing (mask + bias 1.52 for 1.51 ms); hiding biases as well 1.73, two warpgroups of them 1.80; a mask alone as
+// biases of 0 and -inf 13 % slower. Drawing dropout's numbers, bits that consumers apply: all of them 1.34 for 1.26 ms, half
+// 1.37 for 1.21; at head dim 64 1.09 for 0.92 and 1.17 for 1.03.
 #include "sm90/shaped.cuh"
 
 constexpr bool kShaped = !kPlainScores || kDropout;
@@ -325,6 +348,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (thread_index() == 0) produce<false>(maps, control, tiles);
     if (thread_index() == 64) produce<true>(maps, control, tiles);
     if (thread_index() == 32) schedule<kLead>(p, launch, control);
+    if (kMaskOrBias && thread_index() == 96) produce_addends(p, maps, control, tiles + kAddendsAt);
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
     consume(p, maps, launch, control, tiles, warpgroup_index() - 1);      // not kept across the branch: a register less

@@ -4,6 +4,8 @@
 #include "sm90/warpgroup.cuh"
 
 struct ShapedSteps : Warpgroup {
+  Ring<kPlaces> addends_ring{0, 0};
+
   CF_DEVICE void drop_rounded(Operand& weights, const Work& work, i32 col) const {
     if constexpr (kDropout) {
       if (in_groups(work.dropout)) drop_pairs(weights, work.dropout, row_of(work), col);
@@ -15,44 +17,33 @@ struct ShapedSteps : Warpgroup {
     }
   }
 
-  // Mask and bias: where this warp's rows lie for a step; the way of those for a step, if there is one, over what has
-  // been read. A bias of float32 has one place, and comes for the step before the last one that did.
-  CF_DEVICE AddendTile addends(i32 step) const {
-    return AddendTile(tiles + kAddendsAt, 4 * number + thread / 32, step % kAhead);
+  // Mask and bias of a key tile. Each warp gives its place back for itself.
+  CF_DEVICE AddendPlace addends() const { return AddendPlace(tiles + kAddendsAt, number, addends_ring.stage); }
+  CF_DEVICE void wait_addends() const {
+    if (kMaskOrBias) mbarrier_try_wait_parity(barrier(control.addends_ready[number], addends_ring.stage), addends_ring.parity);
   }
-  CF_DEVICE void fetch(const AddendSource& source, const Course& course, Bias bias, i32 first, i32 last, i32 step) const {
+  CF_DEVICE void free_addends(Bias bias) {
     if constexpr (kMaskOrBias) {
       warp_barrier();                          // all lanes have read
-      const AddendTile tile = addends(step);
-      const i32 lane = thread % 32, others = step + (bias == Bias::kComesWide ? kAhead - 1 : 0);
-      const i32 key = course.tile(step) * kBlockKV, key_of_others = course.tile(others) * kBlockKV;
-      if (step >= first) source.fetch_mask(tile, key, keys_from(p, key), lane);
-      if (others >= first && others <= last) {
-        source.fetch_bias(tile, bias, key_of_others, keys_from(p, key_of_others), lane);
-      }
-      cp_async_commit_group();                 // one for each step
-    }
-  }
-  CF_DEVICE void await_addends(Bias bias) const {
-    if constexpr (kMaskOrBias) {
-      if (bias == Bias::kComesWide) wait_for_addends<0>(); else wait_for_addends();
+      if (warp_leader()) mbarrier_arrive(barrier(control.addends_free[number], addends_ring.stage));
+      if (bias == Bias::kFloat) addends_ring.parity ^= 1; else addends_ring.advance();
     }
   }
 
   // Scores become weights by references that suit them; again: `sums` are those that the old references gave. Whether
   // some reference has moved.
-  CF_DEVICE bool weigh_carefully(Scores& s, const Work& work, Bias bias, i32 step,
-                                 bool left_edge, bool right_edge, bool again, float (&sums)[2]) {
+  CF_DEVICE bool weigh_carefully(Scores& s, const Work& work, Bias bias, bool left_edge,
+                                 bool right_edge, bool again, float (&sums)[2]) {
     shape_products(s, p, launch, work, row_of(work), col());
     const auto add_one = [&](int n, float b) { s[n] = with_addend(s[n], b); };
-    if (bias == Bias::kComes) {
-      for_bias(addends(step), add_one);
-    } else if (bias == Bias::kComesWide) {
-      for_wide_bias(addends(step), add_one);
+    if (bias == Bias::kOwn) {
+      for_bias(addends(), add_one);
+    } else if (bias == Bias::kFloat) {
+      for_wide_bias(addends(), add_one);
     } else if (bias != Bias::kNone) {
       for_bias_in_place(p, work.addends, row_of(work), col(), add_one);
     }
-    if (has_mask(p)) apply_mask(s, addends(step), p, work.addends, row_of(work));
+    if (has_mask(p)) apply_mask(s, addends(), p, work.addends, row_of(work));
     if (left_edge || right_edge) select(s, work, row_of(work), col(), left_edge);
     float top[2];
     bool moved = true;
@@ -94,16 +85,15 @@ struct ShapedSteps : Warpgroup {
 
   // Scores become weights by the references as they are. Whether all the warp's rows allow that: else the products are
   // formed again.
-  CF_DEVICE bool weigh_steadily(Scores& s, const Work& work, const Course& course, const Line& line, Bias bias, i32 step,
-                                bool cap, bool masked, float (&sums)[2]) {
+  CF_DEVICE bool weigh_steadily(Scores& s, const Work& work, const Course& course, const Line& line, Bias bias, bool cap,
+                                bool masked, float (&sums)[2]) {
     u32 near[2] = {~0u, ~0u};
     if constexpr (kPlainScores) {
       softmax.weigh<true>(s, 0, kScores / 4, unit, sums);
     } else {
       const float scale = times(launch.scale, kLog2e);
-      const AddendTile tile = addends(step);
-      const BiasRows rows(p, work.addends, row_of(work), col());
-      const Steady steady{softmax.fast, line, tile, rows};
+      const AddendPlace tile = addends();
+      const Steady steady{softmax.fast, line, tile};
       const auto cap_of = [&](int n) { return cap_factor(launch, s[n], near[n / 2 % 2]); };
       float factor = scale;
       bool together = false;
@@ -113,7 +103,7 @@ struct ShapedSteps : Warpgroup {
           for (int n = 0; n < kScores; ++n) s[n] = times(s[n], cap_of(n));
           factor = 1.0f;
         }
-        together = masked && bias == Bias::kComes;
+        together = masked && bias == Bias::kOwn;
         if (has_mask(p) && !together) apply_mask(s, tile, p, work.addends, row_of(work));
       }
       if (!kMaskOrBias && cap) {
@@ -163,18 +153,16 @@ struct ShapedSteps : Warpgroup {
     const Bias bias = kMaskOrBias ? bias_of(p, work.addends) : Bias::kNone;
     const i32 first = uniform(work.first), last = step, cleared = work.v_rows < kBlockKV ? uniform(work.last) : -1;
     const bool cap = capped(work);
-    const AddendSource source(p, work.addends, bias, work.row + 64 * number + thread / 32 * 16, thread % 32);
+    const bool masked = kMaskOrBias && mask_comes(p, work.addends);
     Course course = course_of(work, bias, steady_from, steady_to);
-    CF_UNROLL
-    for (i32 ahead = 0; ahead < kAhead; ++ahead) fetch(source, course, bias, first, last, step - ahead);
-    await_addends(bias);
+    wait_addends();
     bool again = false;
     float sums[2];
     CF_UNROLL_1
     while (true) {
-      const bool moved = weigh_carefully(s, work, bias, step, n < steady_from, n >= steady_to, again, sums);
+      const bool moved = weigh_carefully(s, work, bias, n < steady_from, n >= steady_to, again, sums);
       use_weights(s, work, sums);
-      fetch(source, course, bias, first, last, step - kAhead);
+      free_addends(bias);
       to_operand(weights, s);
       if (moved) rescale();
       clear_values(work);
@@ -184,18 +172,18 @@ struct ShapedSteps : Warpgroup {
         shaped_products(s, weights, work);
         n = course.tile(step);
         const Line line(course, n, softmax.fast);
-        await_addends(bias);
+        wait_addends();
         const bool steady = course.steady(n);
         sums[0] = sums[1] = 0.0f;
         wgmma_wait_group<1>();                 // S is there
-        if (!steady || !weigh_steadily(s, work, course, line, bias, step, cap, source.mask != nullptr, sums)) {
+        if (!steady || !weigh_steadily(s, work, course, line, bias, cap, masked, sums)) {
           again = steady;
           if (steady && cap) course.to = course.from;
           finish_output();
           break;
         }
         use_weights(s, work, sums);
-        fetch(source, course, bias, first, last, step - kAhead);
+        free_addends(bias);
         finish_output();                       // only now may the weights change
         to_operand(weights, s);
         if (kFromWithin && n == cleared) clear_values(work);

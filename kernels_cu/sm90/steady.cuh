@@ -7,7 +7,7 @@
 // A mask has made products -inf before, or biases.
 #pragma once
 #include "sm90/softmax.cuh"
-#include "sm90/addends.cuh"
+#include "sm90/addend_boxes.cuh"
 
 // What steady steps want to know of a piece of work, found once: what is computed between scores and weights nothing
 // hides.
@@ -52,8 +52,7 @@ struct Line {
 struct Steady {
   const float (&reference)[2];
   const Line& line;
-  const AddendTile& tile;
-  const BiasRows& rows;          // of a bias that is read from where it lies
+  const AddendPlace& tile;
 
   // factor(n): of product n. kMasked: biases come with a mask.
   template <bool kSloped, Bias kBias, bool kMasked = false, class Factor>
@@ -64,12 +63,10 @@ struct Steady {
     };
     const auto term = [&](int n) { return kSloped ? line.at(n) : -reference[n / 2 % 2]; };
     const auto with_bias = [&](int n, float b) { weigh_one(n, fused(b, kLog2e, term(n))); };
-    if constexpr (kBias == Bias::kComes) {
+    if constexpr (kBias == Bias::kOwn) {
       for_bias<kMasked>(tile, with_bias);
-    } else if constexpr (kBias == Bias::kComesWide) {
+    } else if constexpr (kBias == Bias::kFloat) {
       for_wide_bias(tile, with_bias);
-    } else if constexpr (kBias == Bias::kInPlace) {
-      rows.for_each(with_bias);
     } else {
       CF_UNROLL
       for (int n = 0; n < kScores; ++n) weigh_one(n, term(n));
@@ -78,10 +75,9 @@ struct Steady {
   template <bool kSloped, class Factor>
   CF_DEVICE void weigh(Scores& s, Bias bias, bool masked, float (&sums)[2], Factor factor) const {
     if constexpr (kMaskOrBias) {
-      constexpr Bias kOther = kWideComes ? Bias::kComesWide : Bias::kInPlace;
-      if (bias == Bias::kComes && masked) return weigh<kSloped, Bias::kComes, true>(s, sums, factor);
-      if (bias == Bias::kComes) return weigh<kSloped, Bias::kComes>(s, sums, factor);
-      if (bias == kOther) return weigh<kSloped, kOther>(s, sums, factor);
+      if (bias == Bias::kOwn && masked) return weigh<kSloped, Bias::kOwn, true>(s, sums, factor);
+      if (bias == Bias::kOwn) return weigh<kSloped, Bias::kOwn>(s, sums, factor);
+      if (bias == Bias::kFloat) return weigh<kSloped, Bias::kFloat>(s, sums, factor);
     }
     weigh<kSloped, Bias::kNone>(s, sums, factor);
   }

@@ -16,7 +16,7 @@ static_assert(kPanelsV % kOutPanels == 0, "results leave in equal parts");
 static_assert(kOutApart || (kQStages == 2 && kOutPanels == kPanelsV && kOutPanels <= kPanels), "results fit");
 static_assert(kBlockKV % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole steps of 16");
 
-struct TensorMaps { TensorMap q, k, v, out; };
+struct TensorMaps { TensorMap q, k, v, out, bias, mask; };
 
 // Rows [row, row + kRows) of one head, kCount panels, to the tile at `to`.
 template <i32 kRows, i32 kCount>
