@@ -96,7 +96,7 @@ def test_runs_of_keys_in_the_emulation(heads):
 
 
 FORMS_OF_DECODE = {
-    "a few rows": ((2, 8, 4, 1, 1300, 64, 64), {"sinks": 0.5}),
+    "a few rows": ((2, 8, 4, 1, 1300, 96, 80), {"sinks": 0.5}),
     "window": ((1, 8, 4, 1, 1300, 40, 128), {"window": (700, 100), "query_offset": 1150}),
     "lengths": ((1, 8, 4, 2, 1500, 24, 72), {"kv_lengths": np.array([70])}),
 }

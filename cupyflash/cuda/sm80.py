@@ -206,7 +206,7 @@ _ROWS = {
         _row(64, 1, 16, 32, 16, 256)._replace(stages=2),
     ),
     ("decode", ANY): (
-        _row(128, 3, 16, 64, 16, 64)._replace(stages=3),
+        _row(128, 2, 16, 64, 16, 64)._replace(stages=3),
         _row(128, 2, 16, 64, 16, 128)._replace(stages=3),
         _row(128, 1, 16, 64, 16, 128)._replace(stages=2),
         _row(64, 2, 16, 32, 16, 256)._replace(stages=3),

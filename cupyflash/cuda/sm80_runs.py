@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .simt import ceil
-from .sm80 import Geometry, rows_of_a_group
+from .sm80 import SMALL_HEAD_DIM, Geometry, rows_of_a_group
 
 if TYPE_CHECKING:
     from .recipe import Sizes
@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 MOST_DECODE_ROWS = 32
 MOST_RUNS = 64
 FEW_QUERIES = 8  # of a decode's tile, where it needs no more
-MOST_COLS_OF_HEADS = 128  # of results that a warp holds twice
+MOST_COLS_OF_HEADS = (
+    128  # of results that a warp holds twice; where they are few it gains 0.6 %, and spills on 10.0
+)
 BLOCKS_OF_HEADS = 128  # with fewer blocks, in each of which warps part heads, multiprocessors are left idle
 COMBINED_COLS = 32  # of a warp that joins runs
 KEYS_A_RUN, MANY_RUNS = 512, 8  # twice as many keys where they make so many runs
@@ -46,11 +48,10 @@ def cut(geometry: Geometry) -> Geometry:
 
 def decode_forms(geometry: Geometry, plain: bool) -> dict[tuple[bool, bool], Geometry]:
     """A decode's row by whether queries are few and heads many: all of them give the same bits."""
-    most = geometry if plain else geometry._replace(occupancy=min(geometry.occupancy, 2))  # else they spill
     few = geometry._replace(block_q=FEW_QUERIES)
-    narrow = plain and max(geometry.head_dim, geometry.head_dim_v) <= MOST_COLS_OF_HEADS
-    apart = few._replace(head_warps=geometry.threads // 32) if narrow else few
-    return {(False, False): most, (False, True): most, (True, False): few, (True, True): apart}
+    fits = SMALL_HEAD_DIM < max(geometry.head_dim, geometry.head_dim_v) <= MOST_COLS_OF_HEADS
+    apart = few._replace(head_warps=geometry.threads // 32) if plain and fits else few
+    return {(False, False): geometry, (False, True): geometry, (True, False): few, (True, True): apart}
 
 
 def decode_form(geometry: Geometry, sizes: Sizes, runs: int) -> Geometry:

@@ -296,7 +296,7 @@ struct Decode {
         for (int x = 0; x < 4 * kN; ++x) out[x / 4][m][x % 4] *= rescale[x / 4 * 2 + x % 2];
       }
     }
-    if constexpr (kDropout) drop(s, key);
+    if (kDropout && p.call.dropout_threshold < 65536) drop(s, key);
     multiply_values(s, stage(n) + TileK::kBytes);
   }
 
