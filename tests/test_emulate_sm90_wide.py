@@ -105,6 +105,32 @@ def test_the_gradient_of_a_bias_that_was_not_broadcast_leaves_the_main_kernel(d,
         assert not {config.kernel for config in machine.launched} & {"backward_bias", "backward_addends"}
 
 
+@pytest.mark.parametrize("shared", ["", "q"])
+@pytest.mark.parametrize("d", [64, pytest.param(128, marks=pytest.mark.slow)])
+def test_the_kernel_of_queries_leaves_gradients_of_what_shaped_scores_are_added_to(d, shared):
+    q, k, v = (
+        x[:1] if name == shared else x for name, x in zip("qkv", qkv(np, 2, 4, 150, 140, d, heads_kv=2))
+    )
+    bias = normal(np, (2, 4, 140, 150), seed=6).swapaxes(2, 3)
+    bias[:, :, 60:, 5:9] = -np.inf
+    slopes = np.array([0.5, 0.25, 0.0, -0.125], np.float32)
+    for options in (
+        {"bias": bias, "window": (9, 3), "query_offset": 20, "softcap": 2.0},
+        {"bias": bias.copy(), "causal": "top_left", "alibi_slopes": slopes, "q_lengths": [150, 9]},
+        {
+            "alibi_slopes": slopes,
+            "causal": "bottom_right",
+            "kv_lengths": [0, 77],
+            "softcap": 3.0,
+            "dropout_p": 0.3,
+            "dropout_seed": 5,
+        },
+    ):
+        machine = Machine(compute_capability=HOPPER)
+        check(q, k, v, via=vjp_on(machine), **options)
+        assert not {config.kernel for config in machine.launched} & {"backward_bias", "backward_addends"}
+
+
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_a_value_that_is_not_finite_is_what_it_is_in_the_plain_computation(value):
     q, k, v = qkv(np, 1, 1, 70, 60, 64)

@@ -52,6 +52,7 @@ class Launches:
         self._reserve_rows(bool({"bias", "sinks"} & self.wrt) or not by_sums)
         owns_keys = together if self.family == "sm80_wide" else bool({"k", "v"} & self.wrt)
         with_bias = "bias" in beside and owns_keys and self._is_unshaped()
+        by_queries = beside if self._queries_keep_scores() else set()
         if by_sums:
             self._all_three()
         elif together:
@@ -61,8 +62,8 @@ class Launches:
         else:
             self._delta()
             self._keys_and_values(with_bias)
-            self._queries({"q", "slopes"} & self.wrt - beside)
-        self._addends(beside - {"bias"} if with_bias else beside)
+            self._queries({"q", "slopes"} & self.wrt - beside, by_queries)
+        self._addends(beside - by_queries - ({"bias"} if with_bias else set()))
         if "bias" in self.wrt - beside:
             self._bias()
         return self._finished()
@@ -121,6 +122,10 @@ class Launches:
         record = self._record(("dbias",), owner="dbias")
         kept = record["own_heads"] and record["own_rows"] and record["own_cols"]
         return bool(kept) and math.prod(record["loop"].tolist()) == 1
+
+    def _queries_keep_scores(self) -> bool:
+        """Whether the kernel of dq leaves the gradients of what is added to its scores."""
+        return False
 
     def _is_unshaped(self) -> bool:
         """Whether gradients of scores are those of products, which the main kernels have."""
@@ -209,14 +214,15 @@ class Launches:
             axis < missing or (shape[axis - missing] == 1 < size) for axis, size in enumerate(self.sizes.lead)
         ]
 
-    def _queries(self, wanted: Set[str]) -> None:
+    def _queries(self, wanted: Set[str], beside: Set[str] = frozenset()) -> None:
         if not wanted:
             return
         config = self._config("backward_q")
         owned = ["dq"] if "q" in wanted else []
-        record = self._record((*SCORES, "dout", *owned), owner=owned[0] if owned else None)
+        bias = ["dbias"] if "bias" in beside else []
+        record = self._record((*SCORES, "dout", *owned, *bias), owner=owned[0] if owned else None)
         grid = config.geometry.blocks("backward_q", self.sizes, own_of(record))
-        self._add(config, grid, record, {"dq"}.difference(owned))
+        self._add(config, grid, record, {"dq", "dbias"}.difference(owned, bias))
 
     def _bias(self) -> None:
         if not (elements := math.prod(self.layouts["dbias"].shape)):

@@ -85,12 +85,15 @@ class _HopperBackward(Launches):
 
 
 class _BackwardOnPlanes(Launches):
-    """The same for float32 on Hopper; without keys, and for slopes' gradient, with a kernel of sm80_wide."""
+    """The same for float32 on Hopper; kernels of sm80_wide without keys, and for slopes' gradient without q's."""
 
     def recipe(self) -> Recipe:
         if not self.sizes.seqlen_k:
             self.family = "sm80_wide"
         return super().recipe()
+
+    def _queries_keep_scores(self) -> bool:
+        return self.family == "sm90_wide" and "q" in self.wrt and not self._is_unshaped()
 
     def _delta(self) -> None:
         super()._delta()

@@ -40,8 +40,13 @@
 //   128         1.93    1.85  3.09  3.59   2.32     2.12     2.27
 //   64          1.80    1.72  3.50  3.94
 //
-// A mask's bytes are loaded before the products and compared after them; compared where they were loaded, the backward
-// took 16.4 ms instead of 9.2 at head dim 128, 20.6 instead of 11.1 at 64.
+// Mask and bias are loaded before the products and joined while these are formed; with a mask's bytes compared where they
+// were loaded the backward took 16.4 ms instead of 9.2 at head dim 128, 20.6 instead of 11.1 at 64. All gradients, as
+// multiples of the plain call's time at head dim 128 / 64 (16 heads of 4096 keys):
+//                                      mask, bias   mask, softcap  ALiBi        mask, ALiBi  bias, ALiBi  bias, softcap
+//   a mask beside a bias compared where it was loaded; slopes' and bias's gradients from sm80_wide
+//                                      1.90 / 3.07  1.62 / 1.91    1.92 / 1.79  2.61 / 2.88  2.80 / 3.23  2.91 / 3.51
+//   joined; they leave backward_q.cu   1.36 / 1.55  1.53 / 1.72    1.12 / 1.07  1.39 / 1.52  1.54 / 1.76  1.72 / 1.96
 #include "sm90_wide/backward_bias.cuh"
 
 constexpr bool kBoth = kStandingTiles == kConsumers;           // a consumer forms both gradients
@@ -225,7 +230,7 @@ template <bool kOfKeys, bool kOfValues> struct Consumer {
     if constexpr (kOfValues) {
       Scorer<true> scorer(at);
       planes.inner_turned<kHeadDim>(s, k, of_q);
-      scorer.draw(at);
+      scorer.meanwhile(at);
       wgmma_wait_group<0>();
       if constexpr (!kOfKeys) {
         CF_UNROLL

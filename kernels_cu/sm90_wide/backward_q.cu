@@ -2,6 +2,8 @@
 //
 //   P = exp(S - lse)     dS = P * (r * dO v^T - delta)     dA = dS * d(c)/d(a)     dq = scale * sum of dA k over keys
 //
+// and, beside softcap or ALiBi, the gradients of a bias and of slopes.
+//
 // Products are formed as in sm90_wide/forward.cu, of planes that prepost/split_all.cu has made.
 //
 //   block     one query tile of one head: q and dO stand in shared memory; where q was broadcast over leading axes,
@@ -11,11 +13,12 @@
 //
 // A consumer owns 64 queries. Where q and dO leave room for no more than 64 (head dim 128), both consumers work for
 // them, on every other key tile, and add up at the end.
-#include "sm90_wide/backward_scores.cuh"
+#include "sm90_wide/backward_addends.cuh"
 
 constexpr bool kTogether = kStandingTiles < kConsumers;
 constexpr i32 kTeams = kTogether ? kConsumers : 1;             // key tiles are dealt out among so many
 constexpr u32 kPlanesOfTile = 2 * kPlanes;
+constexpr bool kFewRegisters = kMaskOrBias || kSoftcapOrAlibi;     // a row's numbers come anew for every tile
 static_assert(!kTogether || (kStandingTiles == 1 && kConsumers == 2), "two for one tile");
 
 // Of a consumer's queries: the last key tile that some see; tiles in [steady_from, steady_to) are seen by all.
@@ -55,7 +58,11 @@ CF_DEVICE void prepare(Work& work, const Params& p, u32 loop) {
 
 CF_DEVICE Keys uniform(const Keys& x) { return {uniform(x.last), uniform(x.steady_from), uniform(x.steady_to)}; }
 
-struct Control { Barriers barriers; Work work; };
+struct Control {
+  Barriers barriers;
+  Work work;
+  float slopes[kConsumers][kTileRows];           // the gradients of slopes, by rows
+};
 
 struct Feed {
   const Params& p;
@@ -83,6 +90,7 @@ struct Consumer {
   Planes planes;
   u32 q, dout;                                   // descriptors
   float kept, lse[2], delta[2];                  // kept: what dropout multiplies kept weights by
+  float* slopes;                                 // of the thread's first row
   float dq[kHeadDim / 2];
 
   // Rows past the end repeat the last one: they are not used.
@@ -95,9 +103,10 @@ struct Consumer {
     }
   }
 
-  // Scores and dP become dA, in planes.
-  template <bool kEdge> CF_DEVICE void to_gradients(Operand& ds, const Scores& c, const Scores& dp,
-                                                    Scorer<false>& scorer, const Place& at) const {
+  // Scores and dP become dA, in planes, and, where others want it, dS.
+  template <bool kEdge> CF_DEVICE void to_gradients(Operand& da, Scores& c, const Scores& dp, Scorer<false>& scorer,
+                                                    const Place& at) const {
+    SlopeSums sums;
     CF_UNROLL
     for (int pair = 0; pair < kScores / 2; ++pair) {
       const int h = pair % 2;
@@ -107,12 +116,18 @@ struct Consumer {
       for (int n = 2 * pair; n < 2 * pair + 2; ++n) {
         const float w = weight(scorer.score(c[n], n), lse[h]);
         const float gain = !kDropout ? dp[n] : scorer.keeps(n) ? times(dp[n], kept) : 0.0f;
-        float da = times(w, gain - delta[h]);
-        if constexpr (kSoftcapOrAlibi) da = times(da, scorer.derivative(c[n]));
-        x[n % 2] = (kMaskOrBias && w == 0.0f) || (kEdge && !scorer.sees(n)) ? 0.0f : da;
+        const bool none = (kMaskOrBias && w == 0.0f) || (kEdge && !scorer.sees(n));
+        const float ds = none ? 0.0f : times(w, gain - delta[h]);
+        x[n % 2] = ds;
+        if constexpr (kAddsBeside) {
+          x[n % 2] = none ? 0.0f : times(ds, scorer.derivative(c[n]));
+          sums.add(h, scorer.distance(n), ds);
+          c[n] = ds;
+        }
       }
-      put(ds, pair, x[0], x[1]);
+      put(da, pair, x[0], x[1]);
     }
+    if (kAddsBeside && at.p.call.slope_rows != nullptr) sums.add_to(slopes);
   }
 
   // A tile whose planes of values begin there.
@@ -122,26 +137,38 @@ struct Consumer {
     Scorer<false> scorer(at);
     planes.inner<kHeadDimV>(dp, dout, of_v);
     planes.inner<kHeadDim>(s, q, of_k);
-    scorer.draw(at);
+    scorer.meanwhile(at);
     planes.release_behind<kPlanes>(of_v);
     wgmma_wait_group<0>();
-    if constexpr (kMaskOrBias) load_rows(work, at.query, at.p.seqlen_q - 1);
+    if constexpr (kFewRegisters) load_rows(work, at.query, at.p.seqlen_q - 1);
     restore(dp, part_cut(kHeadDimV / 16), at.p.head_dim_v);
     restore_products(s, part_cut(kHeadDim / 16), at.p.head_dim, [&] {
       CF_UNROLL
       for (int n = 0; n < kScores; ++n) s[n] = recovered(s[n], lse[n / 2 % 2]);
     });
-    Operand ds;
+    Operand da;
     scorer.cap(s, at);
     if (edge) scorer.look(at);
-    if (kAnyOption || edge) to_gradients<true>(ds, s, dp, scorer, at); else to_gradients<false>(ds, s, dp, scorer, at);
+    if (kAnyOption || edge) to_gradients<true>(da, s, dp, scorer, at); else to_gradients<false>(da, s, dp, scorer, at);
+    if constexpr (kAddsBeside) ScoreGradients::store(s, at.p, work.item, work.head, at.query, at.key);
     float product[kHeadDim / 2];
-    planes.outer(product, ds, of_k, of_k.after(1), of_k.after(2));
+    planes.outer(product, da, of_k, of_k.after(1), of_k.after(2));
     planes.release_behind(of_k);
     CF_UNROLL
     for (int i = 0; i < kHeadDim / 2; ++i) dq[i] += product[i];
   }
 };
+
+// The gradients of slopes from a thread's two rows, whose sums begin there: of both consumers where they work together.
+CF_DEVICE void store_slopes(const Params& p, const Work& work, const float* sums, i32 row, i32 number) {
+  if constexpr (kTogether) bar_sync(1, 256);     // the second has added all of its own
+  if (thread_index() % 4 != 0 || (kTogether && number == 1)) return;
+  float* to = static_cast<float*>(p.call.slope_rows) + row_number(p, work.item, work.head, row);
+  CF_UNROLL
+  for (int n = 0; n < 16; n += 8) {
+    if (row + n < p.seqlen_q) to[n] = kTogether ? sums[n] + sums[n + kTileRows] : sums[n];
+  }
+}
 
 CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 number) {
   const Work& work = control.work;
@@ -150,6 +177,7 @@ CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 number)
   const u32 standing = u32(uniform(i32(tiles + tile * (kTileBytes + kTileBytesV))));
   Consumer c{{control.barriers, tiles + kSlotsAt}, descriptor(standing, 16), descriptor(standing + kTileBytes, 16)};
   c.kept = kDropout ? dropout_scale<float>(p) : 1.0f;
+  c.slopes = control.slopes[number] + thread / 32 * 16 + thread % 32 / 4;
   CF_UNROLL
   for (int i = 0; i < kHeadDim / 2; ++i) c.dq[i] = 0.0f;
   Plane plane;
@@ -158,9 +186,15 @@ CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 number)
   for (u32 loop = 0; loop < points(p.loop); ++loop) {
     if (loop != 0) next_item();
     Keys keys = uniform(work.keys[tile]);
-    if constexpr (!kMaskOrBias) c.load_rows(work, row, p.seqlen_q - 1);
+    if constexpr (!kFewRegisters) c.load_rows(work, row, p.seqlen_q - 1);
     const i32 end = uniform(work.first);
     i32 n = uniform(work.last), turn = 0;
+    if constexpr (kAddsBeside) {
+      const i32 stop = larger(smaller(n, keys.last) + 1, end), tiles_in_all = ceil_div(p.seqlen_k, kTileRows);
+      if (thread % 4 == 0) c.slopes[0] = c.slopes[8] = 0.0f;
+      ScoreGradients::clear(p, work.item, work.head, row, thread % 4 * 2, team, end, kTeams);
+      ScoreGradients::clear(p, work.item, work.head, row, thread % 4 * 2, stop + team, tiles_in_all, kTeams);
+    }
     if (n >= end) mbarrier_try_wait_parity(shared_address(&control.barriers.standing), parity), parity ^= 1;
     CF_UNROLL_1
     for (; n >= end; --n, plane = plane.after(kPlanesOfTile)) {
@@ -168,10 +202,11 @@ CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 number)
       turn = turn + 1 == kTeams ? 0 : turn + 1;
       if (!mine) continue;
       const Place at{p, work.sight, work.terms, row, n * kTileRows + thread % 4 * 2};
-      if constexpr (kMaskOrBias) keys = uniform(work.keys[tile]);          // not kept through a tile: registers
+      if constexpr (kFewRegisters) keys = uniform(work.keys[tile]);      // not kept through a tile: registers
       if (n > keys.last) c.planes.pass_by(plane, kPlanesOfTile);
       else c.step(work, plane, at, n < keys.steady_from || n >= keys.steady_to);
     }
+    if (kAddsBeside && p.call.slope_rows != nullptr) store_slopes(p, work, c.slopes, row, number);
   }
   if constexpr (kTogether) {
     const u32 mine = tiles + 4 * thread;         // where q was

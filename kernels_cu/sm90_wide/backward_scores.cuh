@@ -43,15 +43,15 @@ CF_DEVICE float recovered(float product, float lse) {
   return lse - lse - Limits<float>::infinity();
 }
 
-// Addends of a whole tile are loaded before its products, or those of a part before it.
-constexpr int kPart = kInParts ? 8 : kScores;
-
-// A tile's scores from their products.
+// A tile's scores from their products. Addends are loaded before these are formed and joined meanwhile; where registers are
+// few that goes for a part, and those of the next are on their way while one is computed.
 template <bool kTurned> struct Scorer {
+  static constexpr int kPart = kInParts ? 8 : !kTurned && kHeadDim > 64 ? 16 : kScores;
   const Params& p;
   float scale, slope, inverse_softcap, ahead;    // ahead: of entry 0's query, to its key
-  u32 addend[kMaskOrBias ? kPart : 1];           // of mask and bias, -inf where they forbid: bits, as they were loaded
-  u32 less, bits;                                // what makes a float of them
+  float addend[kMaskOrBias ? kPart : 1];         // of mask and bias, -inf where they forbid
+  float bias[kMaskOrBias ? kPart : 1];           // of the next part: as they were loaded,
+  u32 allowed[kMaskOrBias ? kPart : 1];          // nothing waits for them
   u32 kept, seen;                                // bit n: dropout keeps entry n; positions and lengths let it be seen
 
   static CF_DEVICE constexpr int query_of(int n) { return kTurned ? n / 4 * 8 + n % 2 : n / 2 % 2 * 8; }
@@ -63,33 +63,41 @@ template <bool kTurned> struct Scorer {
       slope = at.terms.score.slope, inverse_softcap = at.terms.score.inverse_softcap;
       ahead = float(at.query + at.sight.offset - at.key);
     }
-    if (kMaskOrBias && !kInParts) load_addends(at, 0);
+    if constexpr (kMaskOrBias) load_addends(at, 0);
   }
 
+  // Once products have been started.
+  CF_DEVICE void meanwhile(const Place& at) {
+    if constexpr (kMaskOrBias) next_part(at, 0);
+    draw(at);
+  }
   // Before entries are asked for, in order.
   CF_DEVICE void before(const Place& at, int n) {
-    if (!kInParts || n % kPart != 0) return;
+    if (kMaskOrBias && n != 0 && n % kPart == 0) next_part(at, n);
+  }
+  CF_DEVICE void next_part(const Place& at, int n) {
+    join();
+    if (n + kPart == kScores) return;
     forget();                                    // no earlier
-    load_addends(at, n);
+    load_addends(at, n + kPart);
+  }
+  CF_DEVICE void join() {
+    CF_UNROLL
+    for (int n = 0; n < kPart; ++n) addend[n] = allowed[n] != 0 ? bias[n] : -Limits<float>::infinity();
   }
 
   // From entry `first` on.
   CF_DEVICE void load_addends(const Place& at, int first) {
     const Addends& from = at.terms.addends;
-    const float* bias = static_cast<const float*>(from.bias) + from.bias_first;
-    const bool mask_alone = from.bias == nullptr;
-    less = mask_alone ? 1u : 0u, bits = mask_alone ? bits_of(-Limits<float>::infinity()) : ~0u;
+    const float* biases = static_cast<const float*>(from.bias) + from.bias_first;
     CF_UNROLL
-    for (int n = 0; n < kPart; ++n) addend[n] = less;
-    if (mask_alone) {                            // a byte more than 0 allows
-      for_entries(at, first, from.mask, p.mask.row, p.mask.col, [&](int n, u8 allowed) { addend[n] = allowed; });
-      return;
+    for (int n = 0; n < kPart; ++n) bias[n] = 0.0f, allowed[n] = 1;
+    if (from.bias != nullptr) {
+      for_entries(at, first, biases, p.bias.row, p.bias.col, [&](int n, float x) { bias[n] = x; });
     }
-    for_entries(at, first, bias, p.bias.row, p.bias.col, [&](int n, float x) { addend[n] = bits_of(x); });
-    if (from.mask == nullptr) return;
-    for_entries(at, first, from.mask, p.mask.row, p.mask.col, [&](int n, u8 allowed) {
-      if (allowed == 0) addend[n] = bits_of(-Limits<float>::infinity());
-    });
+    if (from.mask != nullptr) {
+      for_entries(at, first, from.mask, p.mask.row, p.mask.col, [&](int n, u8 byte) { allowed[n] = byte; });
+    }
   }
   // use(n, element) for those of kPart entries from `first` on that lie below the lengths.
   template <class T, class Use>
@@ -138,9 +146,11 @@ template <bool kTurned> struct Scorer {
   }
   // The score of entry n from c.
   CF_DEVICE float score(float c, int n) const {
-    if constexpr (kSoftcapOrAlibi) c = fused(-slope, absolute(ahead + float(query_of(n) - key_of(n))), c);
-    return kMaskOrBias ? with_addend(c, float_of((addend[n % kPart] - less) & bits)) : c;
+    if constexpr (kSoftcapOrAlibi) c = fused(-slope, distance(n), c);
+    return kMaskOrBias ? with_addend(c, addend[n % kPart]) : c;
   }
+  // Of entry n's query from its key.
+  CF_DEVICE float distance(int n) const { return absolute(ahead + float(query_of(n) - key_of(n))); }
   // d(c) / d(a)
   CF_DEVICE float derivative(float c) const {
     const float tangent = times(c, inverse_softcap);
