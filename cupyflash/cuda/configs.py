@@ -249,6 +249,13 @@ def decode_forms(config: Config) -> tuple[Config, ...]:
     return tuple(replace(config, geometry=form) for form in forms.values())
 
 
+def for_few_blocks(config: Config) -> Config:
+    """The form of a forward that would have few blocks."""
+    if not isinstance(config.geometry, simt.Geometry) or config.kernel != "forward":
+        return config
+    return replace(config, geometry=simt.halved(config.geometry))
+
+
 def unordered(config: Config) -> Config:
     """The form of a backward that adds to dq in no order."""
     if not isinstance(config.geometry, sm80.Geometry) or config.kernel != "backward":
@@ -275,9 +282,8 @@ def all_configs(cc: int | None = None) -> Iterator[Config]:
                 config = choose(family.name, kernel, dtype, *dims, options, one)
                 precisions = family.precisions if dtype == "float32" else ()
                 forms = [choose(family.name, kernel, dtype, *dims, options, one, x) for x in precisions]
-                seen |= dict.fromkeys(
-                    [config, *forms, in_runs(config), unordered(config), *decode_forms(config)]
-                )
+                forms += [in_runs(config), for_few_blocks(config), unordered(config), *decode_forms(config)]
+                seen |= dict.fromkeys([config, *forms])
     yield from seen
 
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from . import sm80_runs, sm90_backward, sm90_wide_backward
-from .configs import Config, choose, in_runs
+from .configs import Config, choose, for_few_blocks, in_runs
 from .params import Layout, build_record
-from .simt import ceil
+from .simt import FEW_BLOCKS, ceil
 from .sm90_launch import Extras, plain_scale
 from .sm90_wide_launch import PlaneExtras, add_planes, split_blocks
 
@@ -100,12 +100,15 @@ class Recipe:
 @functools.lru_cache(maxsize=4096)
 def forward_recipe(family: str, cc: int, sizes: Sizes, layouts: Layouts) -> Recipe:
     """The forward: one kernel, no workspace; or keys in runs whose results are joined."""
-    config = config_of(family, "forward", cc, sizes)
+    config: Any = config_of(family, "forward", cc, sizes)
     if family == "sm90_wide":
         return _forward_on_planes(config, cc, sizes, dict(layouts))
     if family == "sm80" and sizes.rows and (runs := sm80_runs.runs_of_keys(sizes)) > 1:
         return _forward_in_runs(config, cc, runs, sizes, layouts)
     grid = config.geometry.blocks("forward", sizes, sizes.batch)
+    if family == "simt" and grid < FEW_BLOCKS:
+        config = for_few_blocks(config)
+        grid = config.geometry.blocks("forward", sizes, sizes.batch)
     record = build_record(sizes, dict(layouts))
     extras = Extras.of(config, sizes, dict(layouts), record) if config.family == "sm90" else None
     return Recipe((Launch(config, grid, record.tobytes(), extras=extras),) if grid else ())

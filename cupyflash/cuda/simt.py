@@ -28,10 +28,11 @@ class Geometry(NamedTuple):
     head_dim: int
     head_dim_v: int
     streamed: bool = False  # a head dim is wider than that: its chunks come anew for every tile
+    ahead: bool = False  # of the forward: a chunk of keys is copied while the one before it is read
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim == self.head_dim_v else f"/{self.head_dim_v}")
-        dims += " streamed" if self.streamed else ""
+        dims += " streamed" if self.streamed else " ahead" if self.ahead else ""
         return f"{dims} q{self.block_q} kv{self.block_kv} c{self.chunk} t{self.threads}/{self.lanes_x}"
 
     def constants(self) -> dict[str, int | bool]:
@@ -45,6 +46,7 @@ class Geometry(NamedTuple):
             "kHeadDim": self.head_dim,
             "kHeadDimV": self.head_dim_v,
             "kStreamed": self.streamed,
+            "kAhead": self.ahead,
         }
 
     def shared_bytes(self, kernel: str, score_bytes: int) -> int:
@@ -55,7 +57,8 @@ class Geometry(NamedTuple):
         queries, keys = self.block_q * row, self.block_kv * row
         scores = self.block_q * (self.block_kv + pad)
         if kernel == "forward":
-            elements = d_parts * queries + keys + self.block_kv * self.head_dim_v + scores
+            places = 2 if self.ahead else 1
+            elements = d_parts * queries + places * keys + self.block_kv * self.head_dim_v + scores
         elif kernel == "backward_q":
             elements = (d_parts + e_parts) * queries + (d_parts + 1) * keys + scores + 2 * self.block_q
         elif kernel in BY_KEYS:
@@ -70,7 +73,7 @@ class Geometry(NamedTuple):
         if kernel == "backward_bias":  # always goes through the head dims by chunks
             return self
         wide = head_dim > self.head_dim or (kernel != "forward" and head_dim_v > self.head_dim_v)
-        return self._replace(streamed=wide)
+        return self._replace(streamed=wide, ahead=self.ahead and not wide)
 
     def blocks(self, kernel: str, sizes: Sizes, owners: int) -> int:
         """Blocks of a launch whose owners (batch items, or points that gradients keep) number as many."""
@@ -168,6 +171,22 @@ _in_one = (_row(128, 8, 32, 128, 64, 64), _row(128, 16, 32, 64, 64, 128))
 TABLE["backward", 4, (False, False, False), 100] = _in_one[:1]
 for _options, _cc in itertools.product(itertools.product((False, True), repeat=3), (80, 87, 90)):
     TABLE["backward", 4, _options, _cc] = _in_one
+
+# Keys a chunk ahead, by cp.async. Hopper holds a block of twice as many queries.
+_AHEAD, _AHEAD_128, _AHEAD_HOPPER = (
+    _row(*numbers)._replace(ahead=True)
+    for numbers in ((128, 8, 128, 64, 32, 64), (128, 16, 64, 64, 32, 128), (256, 16, 128, 64, 64, 128))
+)
+for _options, _cc in itertools.product(itertools.product((False, True), repeat=3), (80, 87, 90)):
+    _wide = _AHEAD_HOPPER if _cc == 90 else _AHEAD_128
+    TABLE["forward", 4, _options, _cc] = (_AHEAD, _wide, TABLE["forward", 4][-1])
+FEW_BLOCKS = 256  # with fewer, blocks of half as many queries are faster
+
+
+def halved(geometry: Geometry) -> Geometry:
+    """The row for few blocks; it gives the same bits."""
+    return _AHEAD_128 if geometry == _AHEAD_HOPPER else geometry
+
 
 # Beside options the widest rows run out of registers: float64 anywhere, float32 on sm_100, 16 bits on sm_90.
 for _options in itertools.product((False, True), repeat=3):

@@ -13,6 +13,11 @@
 //   key tile   | load k0 v addends | S += q0 k0^T | load k1 | S += q1 k1^T | ... | softmax | O = O * rescale + P v |
 //   barriers   #                   #              #         #                       w w                            #
 //
+// or, where cp.async exists and a second place for k (kAhead), with every chunk on its way while the one before is read:
+//
+//   key tile   | wait for k0; start v, k1 | S += q0 k0^T | wait for k1, v; start k2 | S += q1 k1^T | ... | softmax | O |
+//   barriers   #                                         #                                                  w w
+//
 // Errors of out as multiples of those of the plain computation, largest / rms, ordinary inputs of head dim 64 and 512
 // keys: 1.14 / 1.21 summed product by product, 0.97 / 0.80 by tiles. Queries are scaled before the products, as in the
 // plain computation: scaled after, out of head dim 128 had up to 2.31 times its error where scores of 10^4 nearly tied.
@@ -21,6 +26,11 @@
 //   by tiles, four columns at a time              33.7 / 31.5
 //   by tiles in the registers of the scores       36.6 / 33.4
 //   two steps of a product at once                37.0 / 35.4, at 64 not worth the registers
+// Another hour, D 128 full, causal, then 64:      35.9, 34.1; 37.2, 35.1
+//   chunks of keys ahead, halves of 32 columns    36.5, 35.4; 38.8, 35.8
+//   one block of 128 queries, chunks of 64        38.0, 35.0; 32.7, 30.9
+//   causal: long tiles of all heads first              37.1;       37.8, of 64 queries 36.6 at 128
+// Few blocks (1 x 8 heads x 512) took 83 us with 64 queries, 120 with 128: simt.py.
 //
 // (# block, w warp.) 16-bit elements become float32 on the way into shared memory; all arithmetic is in Score. Head dims
 // are of any size: beyond kHeadDim q is streamed, and beyond kHeadDimV every block of columns repeats the scores.
@@ -34,7 +44,7 @@ constexpr int kAtOnce = kSumsApart && kQ * kK <= 32 ? 2 : 1;      // steps of a 
 struct SharedStorage {
   Work work;
   Score q[kPanels][kBlockQ * kRow];
-  Score k[kBlockKV * kRow];
+  Score k[kAhead ? 2 : 1][kBlockKV * kRow];
   Score v[kBlockKV * kHeadDimV];
   Score weights[kBlockQ * Tile::kStep];
 };
@@ -49,7 +59,7 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i
   clear(s);
   for (i32 chunk = 0; chunk * kChunk < p.head_dim; ++chunk) {
     block_barrier();                     // the tiles that this overwrites have been read
-    load_keys<Tile>(smem.k, work.k, work, col, chunk, p.head_dim);
+    load_keys<Tile>(smem.k[0], work.k, work, col, chunk, p.head_dim);
     if (streamed) load_queries<Tile>(smem.q[0], work.q, work, work.first, chunk, p.head_dim, work.terms.scale);
     if (chunk == 0) {
       const i32 col_v = work.split * kHeadDimV;
@@ -59,9 +69,38 @@ CF_DEVICE void products(Tile::Scores& s, SharedStorage& smem, const Params& p, i
     }
     block_barrier();                     // the tiles are there
     const Score* q = smem.q[streamed ? 0 : chunk] + lane_y() * kRow;
-    multiply_by_transposed<kQ, kK, kLanesY * kRow, kLanesX * kRow, kAtOnce>(s, q, smem.k + lane_x() * kRow,
+    multiply_by_transposed<kQ, kK, kLanesY * kRow, kLanesX * kRow, kAtOnce>(s, q, smem.k[0] + lane_x() * kRow,
                                                                             chunk_depth(chunk, p.head_dim));
   }
+}
+
+// The same where the next chunk is on its way while one is multiplied: `place` is where the last one was. The first of a
+// walk has been started before; key tiles end at `stop`.
+CF_DEVICE void products_ahead(Tile::Scores& s, SharedStorage& smem, const Params& p, i32 col, i32 stop, i32& place) {
+  const Work& work = smem.work;
+  const i32 chunks = ceil_div(p.head_dim, kChunk);
+  clear(s);
+  CF_UNROLL_1
+  for (i32 chunk = 0; chunk < chunks; ++chunk) {
+    cp_async_wait_group<0>();
+    block_barrier();                     // the chunk is there; what the next copies overwrite has been read
+    place ^= 1;
+    if (chunk == 0) {
+      const i32 col_v = work.split * kHeadDimV;
+      start_tile<kBlockKV, kHeadDimV, kHeadDimV, Tile::Keys>(smem.v, work.v, col, work.sight.kv_length, col_v,
+                                                             smaller(col_v + kHeadDimV, p.head_dim_v));
+      if constexpr (kMaskOrBias) AddendTile<Tile>::stage(smem.weights, work.addends, work.sight, work.first, col);
+    }
+    const bool last = chunk + 1 == chunks;
+    const i32 next = last ? col + kBlockKV : col;
+    if (next < stop) start_keys<Tile>(smem.k[place ^ 1], work.k, work, next, last ? 0 : chunk + 1, p.head_dim);
+    cp_async_commit_group();
+    multiply_by_transposed<kQ, kK, kLanesY * kRow, kLanesX * kRow, kAtOnce>(
+        s, smem.q[chunk] + lane_y() * kRow, smem.k[place] + lane_x() * kRow, chunk_depth(chunk, p.head_dim));
+  }
+  if (chunks > 1) return;
+  cp_async_wait_group<0>();
+  block_barrier();                       // the values are there
 }
 
 // Products become scores.
@@ -132,7 +171,9 @@ CF_DEVICE void finish_rows(OnlineSoftmax<Score, kQ, RowLanes>& softmax, Score (&
 // Which queries and columns are the block's.
 CF_DEVICE void describe(Work& work, const Params& p) {
   const i32 tiles = ceil_div(p.seqlen_q, kBlockQ), splits = larger(ceil_div(p.head_dim_v, kHeadDimV), 1);
-  const TileWork tile = tile_work(block_index(), tiles, splits, p.heads_q, true);
+  const TileWork tile = p.call.right < kUnbounded
+      ? longest_first(block_index(), tiles, splits, p.heads_q, points(p.own), p.heads_q)
+      : tile_work(block_index(), tiles, splits, p.heads_q, false);
   describe_place(work, tile.tile * kBlockQ, tile.split);
   describe_item(work, p, tile.own, 0, tile.head / (p.heads_q / p.heads_kv));
   describe_head(work, p, tile.head);
@@ -143,6 +184,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) cupyflash_forward(cons
   const Work& work = smem.work;
   if (thread_index() == 0) describe(smem.work, p);
   block_barrier();                       // the description is there
+  i32 place = 1;
+  if (kAhead && keys_of_block(work).start < keys_of_block(work).stop) {
+    start_keys<Tile>(smem.k[0], work.k, work, tile_floor(keys_of_block(work).start, kBlockKV), 0, p.head_dim);
+    cp_async_commit_group();
+  }
   for (i32 chunk = 0; !(kStreamed && p.head_dim > kHeadDim) && chunk * kChunk < p.head_dim; ++chunk) {
     load_queries<Tile>(smem.q[chunk], work.q, work, work.first, chunk, p.head_dim, work.terms.scale);
   }
@@ -153,7 +199,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) cupyflash_forward(cons
   softmax.reset();
   for (i32 col = tile_floor(keys_of_block(work).start, kBlockKV); col < keys_of_block(work).stop; col += kBlockKV) {
     Tile::Scores s;
-    products(s, smem, p, col);
+    if constexpr (kAhead) products_ahead(s, smem, p, col, keys_of_block(work).stop, place);
+    else products(s, smem, p, col);
     shape_scores(s, smem, col);
     softmax.update(s, factor);
     warp_barrier();                      // the weights before have been read
@@ -163,6 +210,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) cupyflash_forward(cons
   }
   finish_rows(softmax, factor, p, work);
   scale_or_zero_rows(acc, factor);
+  if constexpr (kAhead) cp_async_wait_group<0>();
   block_barrier();                       // all tiles have been read: the results may lie over them
   store_accumulators<kHeadDimV>(smem.q[0], acc);
   block_barrier();                       // the results are there

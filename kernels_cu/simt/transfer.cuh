@@ -5,6 +5,7 @@
 // touched; rows outside become zeros, columns outside are filled up to a multiple of kVec.
 #pragma once
 #include "attn/rows.cuh"
+#include "core/ptx_sm80.cuh"
 #include "simt/product.cuh"
 
 using ElementVector = Packed<Element, kVec>;
@@ -62,6 +63,33 @@ CF_DEVICE void load_tile(Score* tile, const TensorRows& from, i32 row, i32 row_s
     const bool inside = r < row_stop && col + c < col_stop;
     tile[s * kStep + c] = inside ? convert<Score>(*rows.at(r, col + c)) * factor : Score(0);
   }
+}
+
+// The same without a factor, by copies that may still be on their way: the caller waits for them.
+template <int kSlots, int kWidth, int kStep, class Slots>
+CF_DEVICE void start_tile(Score* tile, const TensorRows& from, i32 row, i32 row_stop, i32 col, i32 col_stop) {
+  constexpr i32 kGroups = kWidth / kVec, kAtOnce = kThreads / kGroups, kBytes = sizeof(Score);
+  const TensorRows rows{in_global(from.base), from.row_stride, from.col_stride};
+  if (sizeof(Element) != kBytes || !rows.template packed<kVec>() || col_stop % kVec != 0) {
+    load_tile<kSlots, kWidth, kStep, Slots>(tile, from, row, row_stop, col, col_stop);
+    return;
+  }
+  const i32 slot = thread_index() / kGroups, group = thread_index() % kGroups * kVec, r = row + Slots::index(slot);
+  if (col + group >= col_stop) return;
+  const u32 to = shared_address(tile) + (slot * kStep + group) * kBytes;
+  if (row + kSlots > row_stop) {
+    CF_UNROLL_1
+    for (i32 n = 0; n < kSlots; n += kAtOnce) {
+      const bool inside = r + Slots::index(n) < row_stop;
+      const Element* source = inside ? rows.at(r + Slots::index(n), col + group) : rows.base;
+      cp_async_16(to + n * kStep * kBytes, source, inside ? 16 : 0);
+    }
+    return;
+  }
+  const i64 row_bytes = opaque(rows.row_stride * kBytes);
+  const char* const source = reinterpret_cast<const char*>(opaque(reinterpret_cast<i64>(rows.at(r, col + group))));
+  CF_UNROLL
+  for (int n = 0; n < kSlots; n += kAtOnce) cp_async_16(to + n * kStep * kBytes, source + Slots::index(n) * row_bytes);
 }
 
 // acc[r][g * kVec + x] goes to `tile`, rows lane_y + r * kLanesY of kStep scores, columns as in `multiply`.

@@ -76,6 +76,13 @@ CF_DEVICE void load_keys(Score* panel, const TensorRows& rows, const Work& work,
                                                          smaller((chunk + 1) * kChunk, width));
 }
 
+// The same without waiting for them.
+template <class Tile>
+CF_DEVICE void start_keys(Score* panel, const TensorRows& rows, const Work& work, i32 col, i32 chunk, i32 width) {
+  start_tile<kBlockKV, kChunk, kRow, typename Tile::Keys>(panel, rows, col, work.sight.kv_length, chunk * kChunk,
+                                                          smaller((chunk + 1) * kChunk, width));
+}
+
 // Scores read the chunk of a head dim that is left of `width`: how deep it is.
 CF_DEVICE i32 chunk_depth(i32 chunk, i32 width) { return smaller(kChunk, width - chunk * kChunk); }
 
