@@ -22,6 +22,7 @@ using TileO = Tile<kBlockQ, kHeadDimV>;
 using TileK = Tile<kBlockKV, kHeadDim>;
 using TileV = Tile<kBlockKV, kHeadDimV>;
 using Scores = Score[kR][kC];
+using OwnAddends = TileAddends<kR, kC>;
 
 // Offsets in shared memory.
 constexpr i32 kAtO = TileQ::kBytes, kAtK = kAtO + TileO::kBytes, kAtV = kAtK + 2 * TileK::kBytes;
@@ -79,11 +80,9 @@ struct Backward {
     load_keys(work.tiles.start);
   }
 
-  // dS of a tile, and d(c) / d(a) where something caps; false if a mask or a bias forbids all of it.
-  CF_DEVICE bool score_gradients(Scores& s, Scores& derivative, i32 tile) const {
+  // dS of a tile, and d(c) / d(a) where something caps.
+  CF_DEVICE void score_gradients(Scores& s, Scores& derivative, const OwnAddends& addends, i32 tile) const {
     const i32 col = tile * kBlockKV;
-    TileAddends<kR, kC> addends;
-    if (kMaskOrBias && !addends.template load<false>(work, row(), col)) return false;
     Scores dp;
     multiply_by_transposed<true>(s, shared + tile_row() * TileQ::kRowBytes, k_tile(tile), read_k,
                                  p.head_dim);
@@ -109,12 +108,11 @@ struct Backward {
       for (int w = 0; w < kC; ++w) s[u][w] = score_gradient(s[u][w], dp[u][w] - delta);
     }
     if (!work.all[warp_index()].covers(col, col + kBlockKV)) select<false>(s, work, row(), col, Score(0));
-    return true;
   }
 
-  CF_DEVICE void add_to_queries(i32 tile) {
+  CF_DEVICE void add_to_queries(const OwnAddends& addends, i32 tile) {
     Scores s, derivative;
-    if (!score_gradients(s, derivative, tile)) return;
+    score_gradients(s, derivative, addends, tile);
     if (kSoftcapOrAlibi && work.terms.softcap > Score(0)) {
       CF_UNROLL
       for (int u = 0; u < kR; ++u) {
@@ -125,9 +123,9 @@ struct Backward {
     multiply(dq, s, k_tile(tile), sum_k);
   }
 
-  CF_DEVICE void to_addends(i32 tile, bool seen) {
+  CF_DEVICE void to_addends(const OwnAddends& addends, i32 tile, bool seen) {
     Scores s, derivative;
-    if (!seen || !score_gradients(s, derivative, tile)) clear(s);
+    if (seen) score_gradients(s, derivative, addends, tile); else clear(s);
     store_bias(s, tile * kBlockKV);
     if (!kSoftcapOrAlibi || p.call.slope_rows == nullptr) return;
     CF_UNROLL
@@ -142,14 +140,21 @@ struct Backward {
   // The bias's gradient, of the warp's queries and a tile of keys.
   template <class T> CF_DEVICE void store_bias(const Scores& ds, i32 col) const {
     const Rows<T> rows = rows_of<T>(p.call.dbias, p.dbias, work.item, work.head);
+    const bool pairs = rows.template packed<2>() && p.seqlen_k % 2 == 0;
     CF_UNROLL
     for (int u = 0; u < kR; ++u) {
       const i32 i = row() + fragment_row(u), first = col + score_col(0);
       T* const to = rows.at(i, first);
       CF_UNROLL
-      for (int w = 0; w < kC; ++w) {
+      for (int w = 0; w < kC; w += 2) {
         const i32 at = score_col(w) - score_col(0);
-        if (i < p.seqlen_q && first + at < p.seqlen_k) to[at * rows.col_stride] = T(ds[u][w]);
+        if (i >= p.seqlen_q || first + at >= p.seqlen_k) continue;
+        if (pairs) {
+          *reinterpret_cast<Packed<T, 2>*>(to + at) = {{T(ds[u][w]), T(ds[u][w + 1])}};
+          continue;
+        }
+        to[at * rows.col_stride] = T(ds[u][w]);
+        if (first + at + 1 < p.seqlen_k) to[(at + 1) * rows.col_stride] = T(ds[u][w + 1]);
       }
     }
   }
@@ -173,17 +178,24 @@ struct Backward {
         clear_bias(0, work.tiles.start);
         clear_bias(work.tiles.stop, ceil_div(p.seqlen_k, kBlockKV));
       }
+      OwnAddends next;
+      if constexpr (kMaskOrBias) next.template load<false>(work, row(), work.tiles.start * kBlockKV);
       CF_UNROLL_1
       for (i32 tile = work.tiles.start; tile < work.tiles.stop; ++tile) {
         cp_async_wait_group<0>();
         block_barrier();    // tile j is there for everyone; nobody reads tile j - 1 any more
         load_keys(tile + 1);
         const Interval keys = work.some[warp_index()];
-        const bool seen = (tile + 1) * kBlockKV > keys.start && tile * kBlockKV < keys.stop;
+        bool seen = (tile + 1) * kBlockKV > keys.start && tile * kBlockKV < keys.stop;
+        OwnAddends addends = next;
+        if constexpr (kMaskOrBias) {
+          seen = addends.join() && seen;      // or a mask or a bias forbids all
+          next.template load<false>(work, row(), (tile + 1) * kBlockKV);
+        }
         if constexpr (kOwnsQueries) {
-          if (seen) add_to_queries(tile);
+          if (seen) add_to_queries(addends, tile);
         } else {
-          to_addends(tile, seen);
+          to_addends(addends, tile, seen);
         }
       }
       if constexpr (!kOwnsQueries) store_slopes();

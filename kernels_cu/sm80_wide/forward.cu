@@ -67,11 +67,11 @@ struct Forward {
   CF_DEVICE bool make_scores(Scores& s, i32 col, u32 keys_at) const {
     constexpr bool kAhead = kMaskOrBias && kHeadDimV <= 64;      // where addends have registers while they come
     TileAddends<kR, kC> addends;
-    if (kAhead && !addends.template load<false>(work, row(), col)) return false;
+    if (kAhead && !addends.template look<false>(work, row(), col)) return false;
     Scores unused;
     multiply_by_transposed<true>(s, queries, keys_at, read, p.head_dim);
     scale_scores<false>(s, unused, work, row(), col);
-    if (kMaskOrBias && !kAhead && !addends.template load<false>(work, row(), col)) return false;
+    if (kMaskOrBias && !kAhead && !addends.template look<false>(work, row(), col)) return false;
     if constexpr (kMaskOrBias) addends.add_to(s);
     if (!work.all[warp_index()].covers(col, col + kBlockKV)) select<false>(s, work, row(), col, -Limits<Score>::infinity());
     return true;
@@ -120,7 +120,9 @@ struct Forward {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_forward(const Params p) {
-  const TileWork tile = tile_work(block_index(), ceil_div(p.seqlen_q, kBlockQ), 1, p.heads_q, p.call.right < kUnbounded);
+  const i32 tiles = ceil_div(p.seqlen_q, kBlockQ);
+  const TileWork tile = p.call.right < kUnbounded ? longest_first(block_index(), tiles, 1, p.heads_q)
+                                                  : tile_work(block_index(), tiles, 1, p.heads_q, false);
   const i32 block_row = tile.tile * kBlockQ, tile_row = i32(warp_index()) * kWarpRows, row = block_row + tile_row;
   const u32 shared = shared_tiles();
   Work& work = shared_work(kAtWork);

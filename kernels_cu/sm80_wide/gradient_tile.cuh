@@ -1,6 +1,5 @@
 // dA of one tile in shared memory, queries on rows, and what is made of it beside dq: the gradient of a bias.
 #pragma once
-#include "attn/bias_grid.cuh"
 #include "sm80_wide/product.cuh"
 #include "sm80_wide/work.cuh"
 
@@ -20,15 +19,22 @@ struct BiasGradient {
   const Params& p;
   const Work& work;
 
-  // In the block's keys of rows [from, to): get(row, key).
+  // In the block's keys of rows [from, to): get(row, key). A thread has one key.
+  template <class T, class Get> CF_DEVICE void store_rows_as(i32 from, i32 to, Get get) const {
+    constexpr i32 kStep = kThreads / kBlockKV;
+    static_assert(kThreads % kBlockKV == 0, "a thread keeps its key");
+    const i32 thread = i32(opaque(thread_index())), key = thread % kBlockKV, first = thread / kBlockKV;      // not kept
+    if (work.first + key >= p.seqlen_k) return;
+    const Rows<T> rows = rows_of<T>(p.call.dbias, p.dbias, work.item, work.head);
+    T* at = in_global(rows.at(from + first, work.first + key));
+    const i32 stop = smaller(to, p.seqlen_q) - from;
+    CF_UNROLL_BY(4)
+    for (i32 row = first; row < stop; row += kStep, at += kStep * rows.row_stride) *at = T(get(row, key));
+  }
   template <class Get> CF_DEVICE void store_rows(i32 from, i32 to, Get get) const {
     if (p.call.dbias == nullptr) return;
-    CF_UNROLL_1
-    for (i32 n = thread_index(); n < (to - from) * kBlockKV; n += kThreads) {
-      const i32 row = from + n / kBlockKV, key = n % kBlockKV;
-      if (row >= p.seqlen_q || work.first + key >= p.seqlen_k) continue;
-      store_bias_gradient<Score>(p, work.item, work.head, row, work.first + key, get(row - from, key));
-    }
+    if (p.dbias_kind == KindOf<Element>::value) store_rows_as<Element>(from, to, get);
+    else store_rows_as<float>(from, to, get);
   }
 
   CF_DEVICE void store(i32 tile, u32 from) const {

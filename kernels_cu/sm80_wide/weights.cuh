@@ -1,9 +1,8 @@
 // From products to scores and weights, for a tile that a warp holds in registers, rows queries, or keys if kTurned.
 #pragma once
 #include "core/warp.cuh"
-#include "attn/decay.cuh"
-#include "sm80_wide/product.cuh"
-#include "sm80_wide/work.cuh"
+#include "sm80_wide/addends.cuh"
+#include "sm80_wide/warp_decay.cuh"
 
 // The four lanes of a group share a row.
 struct GroupLanes {
@@ -37,43 +36,6 @@ template <int kRows> struct Softmax : OnlineSoftmax<Score, kRows, GroupLanes> {
       }
       this->l[u] = fused(this->l[u], rescale[u], sum);
     }
-  }
-};
-
-// 2^(j / 32); then 32 log2(e), -log(2) / 32 in two parts of which the first has few bits, and (e^r - 1 - r) / r^2 for
-// |r| <= log(2) / 64, from the fourth power down: its polynomial through the zeros of Chebyshev's.
-CF_CONSTANT double kPowers[32] = {
-    1.0, 1.0218971486541166, 1.0442737824274138, 1.0671404006768237, 1.0905077326652577, 1.1143867425958924,
-    1.1387886347566916, 1.1637248587775775, 1.189207115002721, 1.215247359980469, 1.241857812073484, 1.2690509571917332,
-    1.2968395546510096, 1.3252366431597413, 1.3542555469368927, 1.383909881963832, 1.4142135623730951, 1.4451808069770467,
-    1.4768261459394993, 1.5091644275934228, 1.5422108254079407, 1.5759808451078865, 1.6104903319492543, 1.645755478153965,
-    1.681792830507429, 1.718619298122478, 1.7562521603732995, 1.7947090750031072, 1.8340080864093424, 1.8741676341103,
-    1.9152065613971474, 1.9571441241754002};
-CF_CONSTANT double kWarpDecay[8] = {
-    46.16624130844683,     -0.021660849392446835, -5.145609244655338e-14, 0.0013888925253674347, 0.00833336242517118,
-    0.04166666666656003, 0.16666666666581356,   0.5};
-
-// decay (attn/decay.cuh) where all lanes of a warp ask at once. Of double with two thirds of the instructions, whose pipe is
-// that of tensor cores: each lane holds a power, and they ask each other. Within 1 last place as well.
-template <class T> struct WarpDecay {
-  CF_DEVICE T operator()(T x) const { return decay(x); }
-};
-template <> struct WarpDecay<double> {
-  double power = kPowers[u32(opaque(lane_index()))];
-
-  CF_DEVICE double operator()(double x) const {
-    constexpr double kRound = 6755399441055744.0;      // as in decay
-    constexpr u32 kFarthest = 0xc0861000u, kInfinite = 0xfff00000u;
-    const double sum = fused(x, kWarpDecay[0], kRound), k = sum - kRound;
-    const double r = fused(k, kWarpDecay[2], fused(k, kWarpDecay[1], x));
-    double tail = kWarpDecay[3];
-    CF_UNROLL
-    for (int n = 4; n < 8; ++n) tail = fused(tail, r, kWarpDecay[n]);
-    const u32 number = low_word(sum);
-    const double part = shuffle(power, number % 32);
-    const double result = unbranched(fused(part, fused(times(tail, r), r, r), part));
-    const bool far = high_word(x) - kFarthest - 1u < kInfinite - kFarthest;
-    return far ? 0.0 : double_of(high_word(result) + ((number & ~31u) << 15), low_word(result));
   }
 };
 
@@ -148,64 +110,6 @@ CF_DEVICE void select(Score (&s)[kRows][kCols], const Work& work, i32 row, i32 c
     }
   }
 }
-
-// Mask and bias of a tile, as one addend for each score: -inf where they forbid.
-template <int kRows, int kCols> struct TileAddends {
-  Score value[kRows][kCols];
-
-  // use(value, query, key) for every entry of the tile at (row, col) that lies below the lengths.
-  template <bool kTurned, class Use> CF_DEVICE void for_entries(const Work& work, i32 row, i32 col, Use use) {
-    CF_UNROLL
-    for (int u = 0; u < kRows; ++u) {
-      CF_UNROLL
-      for (int w = 0; w < kCols; ++w) {
-        const i32 own_row = row + fragment_row(u), own_col = col + score_col(w);
-        const i32 i = kTurned ? own_col : own_row, j = kTurned ? own_row : own_col;
-        if (i < work.sight.q_length && j < work.sight.kv_length) use(value[u][w], i, j);
-      }
-    }
-  }
-
-  template <class Bias, bool kTurned> CF_DEVICE void load_bias(const Work& work, i32 row, i32 col) {
-    const Addends& from = work.addends;
-    const Bias* bias = static_cast<const Bias*>(from.bias) + from.bias_first;
-    for_entries<kTurned>(work, row, col, [&](Score& x, i32 i, i32 j) {
-      x = convert<Score>(bias[i * from.bias_row + j * from.bias_col]);
-    });
-  }
-
-  // Of the tile at (row, col); nothing past the lengths is touched. False if they forbid every score of the warp.
-  template <bool kTurned> CF_DEVICE bool load(const Work& work, i32 row, i32 col) {
-    const Addends& from = work.addends;
-    CF_UNROLL
-    for (int n = 0; n < kRows * kCols; ++n) value[n / kCols][n % kCols] = Score(0);
-    if (from.bias != nullptr) {
-      switch (from.bias_kind) {
-        case kFloat16: load_bias<float16, kTurned>(work, row, col); break;
-        case kBFloat16: load_bias<bfloat16, kTurned>(work, row, col); break;
-        case kFloat32: load_bias<float, kTurned>(work, row, col); break;
-        default: load_bias<double, kTurned>(work, row, col);
-      }
-    }
-    if (from.mask != nullptr) {
-      for_entries<kTurned>(work, row, col, [&](Score& x, i32 i, i32 j) {
-        if (from.mask[i * from.mask_row + j * from.mask_col] == 0) x = -Limits<Score>::infinity();
-      });
-    }
-    bool any = false;
-    CF_UNROLL
-    for (int n = 0; n < kRows * kCols; ++n) any = any || value[n / kCols][n % kCols] != -Limits<Score>::infinity();
-    return vote_any(any);
-  }
-
-  CF_DEVICE void add_to(Score (&s)[kRows][kCols]) const {
-    CF_UNROLL
-    for (int u = 0; u < kRows; ++u) {
-      CF_UNROLL
-      for (int w = 0; w < kCols; ++w) s[u][w] = with_addend(s[u][w], value[u][w]);
-    }
-  }
-};
 
 // Which of the lane's eight scores in the 16 x 16 block at (row, col) dropout keeps: bit 4 (row half) + column entry.
 template <bool kTurned> CF_DEVICE u32 kept_bits(const DropoutStream& stream, i32 row, i32 col) {
