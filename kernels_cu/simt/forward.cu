@@ -26,11 +26,12 @@
 //   by tiles, four columns at a time              33.7 / 31.5
 //   by tiles in the registers of the scores       36.6 / 33.4
 //   two steps of a product at once                37.0 / 35.4, at 64 not worth the registers
-// Another hour, D 128 full, causal, then 64:      35.9, 34.1; 37.2, 35.1
-//   chunks of keys ahead, halves of 32 columns    36.5, 35.4; 38.8, 35.8
-//   one block of 128 queries, chunks of 64        38.0, 35.0; 32.7, 30.9
-//   causal: long tiles of all heads first              37.1;       37.8, of 64 queries 36.6 at 128
-// Few blocks (1 x 8 heads x 512) took 83 us with 64 queries, 120 with 128: simt.py.
+// Another hour, D 128 full, causal; D 64:         35.9, 34.1; 37.2, 35.1
+//   chunks of keys ahead, of 32 columns           36.5, 35.4; 38.8, 35.8
+//   one block of 128 queries, chunks of 64        38.0, 35.0; 32.7, 30.9 at 64 with 4 x 8 scores a thread
+//   and causal: long tiles of all heads first           37.1;       37.8, with 64 queries 36.6 at 128
+// These beside what was before them, at last      38.6, 37.8; 38.7, 37.9     36.0, 34.4; 37.4, 34.9
+// Few blocks of 128 queries are slow: of 1 x 8 heads x 512 they took 120 us, those of 64 83 (simt.py).
 //
 // (# block, w warp.) 16-bit elements become float32 on the way into shared memory; all arithmetic is in Score. Head dims
 // are of any size: beyond kHeadDim q is streamed, and beyond kHeadDimV every block of columns repeats the scores.

@@ -61,7 +61,7 @@
 //   waited for where they are loaded   1.44 / 1.58  1.53 / 1.51  1.82 / 2.18  1.73 / 2.22    2.30 / 2.55  1.21 / 1.04
 //   loaded before the products, part by part where registers are few; the plain row of D 128 beside one of mask or bias
 //   and dropout; a thread stores the bias's gradient of one key
-//                                      1.12 / 1.31  1.19 / 1.46  1.25 / 1.49  1.46 / 1.72    1.90 / 1.86  1.07 / 1.31
+//                                      1.12 / 1.31  1.19 / 1.46  1.25 / 1.49  1.46 / 1.72    1.90 / 1.83  1.07 / 1.31
 //
 // Shared memory: K, V, kStages tiles of Q and dO, P, lse and delta of as many, and dA, the block's work.
 #pragma once
@@ -160,7 +160,8 @@ struct Backward {
 
   // Waits for a tile, and for dA of the one before; starts copies of the next.
   CF_DEVICE void next_tile(i32 tile) {
-    const i32 thread = i32(opaque(thread_index())), which = thread / kBlockQ, own = thread % kBlockQ;
+    const i32 thread = kMaskOrBias ? i32(opaque(thread_index())) : i32(thread_index());      // not kept beside addends
+    const i32 which = thread / kBlockQ, own = thread % kBlockQ;
     if (which < 2) st_shared(row_numbers(tile, which) + own * i32(sizeof(Score)), fetched);
     cp_async_wait_group<0>();
     block_barrier();        // the tile is there for everyone; nobody reads the one before any more
