@@ -9,7 +9,7 @@ from support import BFLOAT16, DTYPE_IDS, DTYPES, assert_same, check, eye_values,
 
 import cupyflash
 from cupyflash import testing
-from cupyflash.cuda import configs
+from cupyflash.cuda import configs, recipe
 from cupyflash.cuda.emulate import Machine
 
 pytestmark = needs_compiler
@@ -295,3 +295,26 @@ def test_long_sums_are_rounded_once_a_tile():
     dv = machine.attention_backward(dout, q, k, v, out, lse, wrt=("v",)).v
     worst = np.abs(dv / (dout.sum(axis=1, dtype=np.float64)[:, None] / 2) - 1).max()
     assert worst < 2**-22, f"{worst:.1e}"
+
+
+@pytest.mark.parametrize("causal", [False, "top_left"])
+def test_few_and_many_blocks_give_the_same_bits(causal, monkeypatch):
+    q, k, v = qkv(np, 1, 2, 150, 140, 100)
+    machine, results = Machine(compute_capability=90), []
+    for few in (0, 1000):
+        monkeypatch.setattr(recipe, "FEW_BLOCKS", few)
+        recipe.forward_recipe.cache_clear()
+        results.append(machine.attention(q, k, v, precision="ieee", causal=causal))
+    recipe.forward_recipe.cache_clear()
+    assert [config.geometry.block_q for config in machine.launched] == [128, 64]
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("d", [20, 64, 100])
+def test_keys_that_come_a_chunk_ahead(d):
+    q, k, v = qkv(np, 2, 2, 70, 140, d)
+    mask = normal(np, (70, 140), seed=7) > 0
+    for options in ({"q_lengths": [70, 9], "kv_lengths": [130, 0]}, {"causal": "bottom_right", "mask": mask}):
+        machine = Machine(compute_capability=90)
+        check(q, k, v, via=vjp_on(machine), precision="ieee", **options)
+        assert next(c for c in machine.launched if c.kernel == "forward").geometry.ahead
