@@ -8,8 +8,8 @@
 //
 // Not done: addends that each lane of the forward holds itself, with keys in an order in which a lane's are neighbours, nothing
 // in shared memory (2026-11-30, L 4096, ms, before and then; D 128, 128 queries and steps of 64 in eight warps; D 64, 128 keys
-// and steps of 32 in four): mask 3.18 to 2.93 and 3.90 to 3.22, bias 3.27 to 3.15 and 3.95 to 3.68, float32 bias 3.38 to 3.40 and
-// 3.96 to 3.40, mask and dropout 3.41 to 3.12 and 4.64 to 3.93, mask and softcap 3.78 to 3.55 and 5.15 to 4.61, bias and ALiBi
+// and steps of 32 in four): mask 3.18 to 2.93 and 3.90 to 3.22, bias 3.27 to 3.15 and 3.95 to 3.68, float32 bias 3.38 to 3.40
+// and 3.96 to 3.40, mask and dropout 3.41 to 3.12 and 4.64 to 3.93, mask and softcap 3.78 to 3.55 and 5.15 to 4.61, bias and ALiBi
 // 3.77 to 3.84 and 5.22 to 4.59; but mask and bias 3.41 to 3.67 and 4.18 to 4.48 (D 256 3.90 to 4.19), and 8 bytes spilled with
 // softcap. 32 rows a warp at D 128 in steps of 32: slower than either.
 #pragma once
