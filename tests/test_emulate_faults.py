@@ -36,8 +36,8 @@ FAULTS = {
         r"while others wait: .* at shuffle_xor \(simt/lanes.cuh:\d+\)",
     ),
     "index moved by one": (
-        "smem.k + lane_x() * kRow",
-        "smem.k + (lane_x() + 1) * kRow",
+        "smem.k[0] + lane_x() * kRow",
+        "smem.k[0] + (lane_x() + 1) * kRow",
         AssertionError,
         r"out of q \(1, 2, 33, 64\).*max error",
     ),

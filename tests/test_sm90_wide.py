@@ -138,8 +138,8 @@ def test_products_read_their_own_slot_alone(d):
 def test_the_launch_takes_the_maps_that_the_kernel_reads():
     text = config((64, 64)).source() + (
         f"static_assert(sizeof(Launch) == {sm90_launch.LAUNCH_BYTES});"
-        f"static_assert(sizeof(TensorMaps) == {sm90_launch.MAPS_BYTES});"
-        f"static_assert(__INTADDR__(&((TensorMaps*)0)->k) == {sm90_launch.MAPS_BYTES // 4});"
+        f"static_assert(sizeof(TensorMaps) == {4 * tensormap.MAP_BYTES});"
+        f"static_assert(__INTADDR__(&((TensorMaps*)0)->k) == {tensormap.MAP_BYTES});"
     )
     program = nvrtc.createProgram(text, "kernel.cu", (), ())
     try:
@@ -296,7 +296,7 @@ def test_maps_are_of_the_planes(monkeypatch):
     q, k = shaped(3, 4, MANY, 128), np.zeros((3, 2, 100, 128), np.float32)
     extras = planned(Problem.create(q, k, k, backend="cuda"), False, None, 90)[0].launches[-1].extras
     row = [16 * n for n in range(len(params.ADDRESSES))]
-    assert len(extras.maps(row)) == sm90_launch.MAPS_BYTES
+    assert len(extras.maps(row)) == 4 * tensormap.MAP_BYTES
     assert [address for _, address in made] == [row[params.ADDRESSES.index(f"{x}_planes")] for x in "kv"]
     _, sizes, strides, box = [None, *(list(x) for x in made[0][0]._arguments[:3])]
     assert sizes == [384, 100, 2, 3, 1]

@@ -15,7 +15,7 @@ constexpr u32 kSlotsAt = kConsumers * kQBytes;
 static_assert(1024 + kSlotsAt + kSlots * kSlotBytes == kSharedBytes, "the launch gives what the kernel uses");
 static_assert(kBlockKV % 16 == 0 && kHeadDim % 16 == 0 && kHeadDimV % 16 == 0, "whole steps of 16");
 
-struct TensorMaps { TensorMap none, k, v, none_either; };      // as many as sm90_launch.py packs
+struct TensorMaps { TensorMap none, k, v, none_either; };      // where sm90 has queries and results, none
 
 // Rows [row, row + kBlockKV) of one plane of one head.
 template <i32 kCount>
