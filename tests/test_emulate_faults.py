@@ -16,6 +16,7 @@ from cupyflash.cuda.emulate import EmulationError, Machine
 pytestmark = needs_compiler
 
 PORTABLE = 75
+WITH_COPIES = 80  # in the background
 KERNELS = ("forward", "backward_q", "backward_kv", "backward_bias")
 
 
@@ -223,7 +224,10 @@ def test_no_barrier_can_go(file, line, monkeypatch):
     # An owner of a bias gradient walks over all its tiles.
     monkeypatch.setattr(backward_launches, "BIAS_BLOCKS", 1)
     backward_recipe.backward_recipe.cache_clear()
-    machine = Machine(compute_capability=PORTABLE, edit=without_line(file, line))
+    edit = without_line(file, line)
     with pytest.raises(EmulationError, match="a race"):
-        run_all(machine, barrier_problems())
+        run_all(Machine(compute_capability=PORTABLE, edit=edit), barrier_problems())
+        for d in (30, 70):  # one chunk, and several
+            q, k, v = qkv(np, 1, 1, 70, 200, d)
+            Machine(compute_capability=WITH_COPIES, edit=edit).attention(q, k, v, precision="ieee")
     backward_recipe.backward_recipe.cache_clear()

@@ -143,6 +143,14 @@ def test_a_value_that_is_not_finite_is_what_it_is_in_the_plain_computation(value
         np.testing.assert_array_equal(kind(out), kind(exact))
 
 
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_what_a_mask_hides_stays_hidden_beside_a_bias_of_one_column(value):
+    q, k, v = qkv(np, 1, 2, 70, 60, 64)
+    mask, bias = np.ones((70, 60), bool), np.zeros((70, 1), np.float32)
+    mask[5], bias[5] = False, value
+    check(q, k, v, via=vjp_on(Machine(compute_capability=HOPPER)), mask=mask, bias=bias, wrt=("q", "k", "v"))
+
+
 def test_scores_that_overflow():
     """The second query sees nothing; the others have weights of 1 and 0."""
     q, k, v = qkv(np, 1, 1, 3, 3, 64)

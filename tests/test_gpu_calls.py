@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
-from support import assert_same, host, normal, qkv, same_bits
+from support import assert_same, check, host, normal, qkv, same_bits
 
 import cupyflash
 from cupyflash import testing
-from cupyflash.cuda import calls, module
+from cupyflash.cuda import calls, families, module
 
 pytestmark = pytest.mark.gpu
 
@@ -386,3 +386,9 @@ def test_a_check_reports_on_kernels_that_were_compiled_before(cupy):
     x = np.broadcast_to(np.float32(0), (1, 1, 8, 64))
     first, second = (cupyflash.compile_kernels(x, x, x, arch=80, family="simt")[0] for _ in range(2))
     assert first.registers == second.registers >= 16
+
+
+def test_many_heads_that_share_few_keys(cupy, monkeypatch):
+    """As many as the L2 cache has keys for are 2^32: a number of heads at once that an order of blocks divides by."""
+    monkeypatch.setattr(families, "FORCED", "sm80")
+    check(*qkv(cupy, 1, 65536, 4, 4, 8, heads_kv=1, dtype=np.float16), backward=False, causal=True)

@@ -31,7 +31,8 @@ def compile_kernels(
     Parameters
     ----------
     q, k, v : array_like, or anything with ``shape`` and ``dtype``
-        As in `cupyflash.plan`. Lengths, batch and heads do not matter to the kernels; head dims and dtype do.
+        As in `cupyflash.plan`. Head dims and dtype choose the kernels; where lengths, batch and heads choose between
+        forms of one (``plan(...).config``), theirs is compiled.
     backward : bool
         The kernels of `cupyflash.attention_backward` instead of those of `cupyflash.attention`.
     family : str, optional

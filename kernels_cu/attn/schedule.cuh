@@ -30,10 +30,9 @@ CF_DEVICE TileWork tile_work(u32 block, i32 tiles, i32 splits, i32 heads, bool l
 // The same with all heads' last tiles first, then the last but one, and so on: under a causal mask no long piece of work
 // begins near the end. Heads are taken `together` at a time, as many as the L2 cache holds keys and values of.
 CF_DEVICE TileWork longest_first(u32 block, i32 tiles, i32 splits, u32 heads, u32 owners, u32 together) {
-  const u32 pieces = u32(tiles) * splits, all = owners * heads, at_once = smaller(together, all);
-  const u32 first = block / (at_once * pieces) * at_once;
+  const u32 pieces = u32(tiles) * splits, first = block / (together * pieces) * together;
   Digits digits{block - first * pieces};
-  const u32 head = first + digits.take(smaller(at_once, all - first));
+  const u32 head = first + digits.take(smaller(together, owners * heads - first));
   TileWork work;
   work.tile = tiles - 1 - digits.take(tiles);
   work.split = digits.take(splits);

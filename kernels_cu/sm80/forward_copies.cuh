@@ -37,9 +37,10 @@ struct Place {
   CF_DEVICE void begin(const Params& p) {
     const i32 tiles = ceil_div(p.seqlen_q, kBlockQ), splits = kSplit ? p.splits : 1;
     const i64 bytes_each = larger(i64(1), i64(p.seqlen_k) * (p.head_dim + p.head_dim_v) * 2);      // of keys and values
-    const i64 together = i64(p.heads_q / p.heads_kv) * clamp(kHeldBytes / bytes_each, i64(1), i64(1) << 16);
+    const i64 held = i64(p.heads_q / p.heads_kv) * clamp(kHeldBytes / bytes_each, i64(1), i64(1) << 16);
+    const u32 owners = points(p.own), together = u32(smaller(held, i64(owners) * p.heads_q));
     const TileWork work = p.call.right < kUnbounded
-        ? longest_first(block_index(), tiles, splits, p.heads_q, points(p.own), u32(together))
+        ? longest_first(block_index(), tiles, splits, p.heads_q, owners, together)
         : tile_work(block_index(), tiles, splits, p.heads_q, false);
     item = item_at(p, work.own, 0);
     sight = visibility_of(p, item);

@@ -2,12 +2,13 @@
 //
 // FlashAttention-3's division of labour (Shah et al. 2024) with a softmax of our own (sm90/softmax.cuh): blocks stay on
 // their multiprocessor and take query tiles from a counter. Of warpgroup 0 single threads work: the scheduler prepares
-// the next piece of work, producers load by TMA: queries and keys, values, and masks and biases where there are any. The other warpgroups are consumers of 64 queries each: scores,
-// weights and the accumulated output live in registers, and of weights nothing is ever written to memory.
+// the next piece of work, producers load by TMA: queries and keys, values, and masks and biases where there are any.
+// The other warpgroups are consumers of 64 queries each: scores, weights and the accumulated output live in registers,
+// and of weights nothing is ever written to memory.
 //
 //   block     one query tile (kBlockQ = 64 queries a consumer) of one head at a time
 //   thread    two rows: wgmma accumulators as sm90/scores.cuh describes
-//   shared    q x kQStages | k x kStages | v x kStagesV | out | mask | bias, sm90/tiles.cuh; barriers and Work besides.
+//   shared    q x kQStages | k x kStages | v x kStagesV | out | biases | masks, sm90/tiles.cuh; barriers and Work besides.
 //             Unless kOutApart results leave through the place of their queries
 //
 //   producers   K9 Q  K8  K7  ...  K0  | K9 Q of the next tile ...                         (keys are walked downward)

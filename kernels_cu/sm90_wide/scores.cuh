@@ -50,15 +50,16 @@ struct TileAddends {
     }
   }
 
+  // Biases before what hides: a hidden score stays hidden beside any bias.
   CF_DEVICE void join(Scores& s) const {
+    if (from.bias != nullptr && from.bias_col == 0) {
+      const auto bias_of = [&](i32 i) { return from.bias_first + i * from.bias_row; };
+      join_rows(s, [&](i32 i) { return load_kind<float>(from.bias, from.bias_kind, bias_of(i)); });
+    }
     CF_UNROLL
     for (int n = 0; n < kScores; ++n) {
       const bool hidden = (allowed[n / 2] & (n % 2 == 0 ? 0xffu : 0xff00u)) == 0;
       s[n] = with_addend(s[n], hidden ? -Limits<float>::infinity() : bias[n]);
-    }
-    if (from.bias != nullptr && from.bias_col == 0) {
-      const auto bias_of = [&](i32 i) { return from.bias_first + i * from.bias_row; };
-      join_rows(s, [&](i32 i) { return load_kind<float>(from.bias, from.bias_kind, bias_of(i)); });
     }
     if (from.mask != nullptr && from.mask_col == 0) {
       join_rows(s, [&](i32 i) { return from.mask[i * from.mask_row] != 0 ? 0.0f : -Limits<float>::infinity(); });
