@@ -209,10 +209,14 @@ def barrier_problems():
         yield qkv(np, 1, 1, 70, 70, d, e), options | {"bias": normal(np, (70, 70))}
 
 
-def run_all(machine, problems):
-    for arrays, options in problems:
+def run_all(edit):
+    machine = Machine(compute_capability=PORTABLE, edit=edit)
+    for arrays, options in barrier_problems():
         out, lse = machine.attention(*arrays, **options)
         machine.attention_backward(out, *arrays, out, lse, **options)
+    machine = Machine(compute_capability=WITH_COPIES, edit=edit)
+    for d in (30, 70):  # one chunk of keys ahead, and several
+        machine.attention(*qkv(np, 1, 1, 70, 200, d), precision="ieee")
 
 
 @pytest.mark.slow
@@ -224,10 +228,6 @@ def test_no_barrier_can_go(file, line, monkeypatch):
     # An owner of a bias gradient walks over all its tiles.
     monkeypatch.setattr(backward_launches, "BIAS_BLOCKS", 1)
     backward_recipe.backward_recipe.cache_clear()
-    edit = without_line(file, line)
     with pytest.raises(EmulationError, match="a race"):
-        run_all(Machine(compute_capability=PORTABLE, edit=edit), barrier_problems())
-        for d in (30, 70):  # one chunk, and several
-            q, k, v = qkv(np, 1, 1, 70, 200, d)
-            Machine(compute_capability=WITH_COPIES, edit=edit).attention(q, k, v, precision="ieee")
+        run_all(without_line(file, line))
     backward_recipe.backward_recipe.cache_clear()
