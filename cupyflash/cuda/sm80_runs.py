@@ -13,9 +13,8 @@ if TYPE_CHECKING:
 MOST_DECODE_ROWS = 32
 MOST_RUNS = 64
 FEW_QUERIES = 8  # of a decode's tile, where it needs no more
-MOST_COLS_OF_HEADS = (
-    128  # of results that a warp holds twice; where they are few it gains 0.6 %, and spills on 10.0
-)
+# Of results that a warp with heads of its own holds twice: where they are few it gains 0.6 %, and spills on 10.0.
+MOST_COLS_OF_HEADS = 128
 BLOCKS_OF_HEADS = 128  # with fewer blocks, in each of which warps part heads, multiprocessors are left idle
 COMBINED_COLS = 32  # of a warp that joins runs
 KEYS_A_RUN, MANY_RUNS = 512, 8  # twice as many keys where they make so many runs
