@@ -24,19 +24,7 @@ constexpr i32 kAtSums = kAtQueries + kWarps * kQueryBytes, kUsedBytes = kAtSums 
 static_assert(kUsedBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
 static_assert(kTileRows * kHeadDimV * 4 <= kWarpBytes, "a warp's output fits its stages");
 
-// The eight lanes that share queries.
-struct ColumnLanes {
-  static CF_DEVICE float max(float x) {
-    CF_UNROLL
-    for (u32 mask = 4; mask < 32; mask *= 2) x = maximum(x, shuffle_xor(x, mask));
-    return x;
-  }
-  static CF_DEVICE float sum(float x) {
-    CF_UNROLL
-    for (u32 mask = 4; mask < 32; mask *= 2) x += shuffle_xor(x, mask);
-    return x;
-  }
-};
+using ColumnLanes = Lanes<4, 32>;      // the eight lanes that share queries
 
 // What a warp works on: `rows` in all (query i of head h of the group is row h * seqlen_q + i), from `first_row`.
 struct Place {

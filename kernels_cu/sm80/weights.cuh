@@ -8,20 +8,8 @@
 #pragma once
 #include "attn/dropout.cuh"
 #include "attn/softmax.cuh"
-#include "core/warp.cuh"
+#include "core/lanes.cuh"
 #include "sm80/scores.cuh"
-
-// The four lanes of a quad share a row.
-struct QuadLanes {
-  static CF_DEVICE float max(float x) {
-    x = maximum(x, shuffle_xor(x, 1));
-    return maximum(x, shuffle_xor(x, 2));
-  }
-  static CF_DEVICE float sum(float x) {
-    x += shuffle_xor(x, 1);
-    return x + shuffle_xor(x, 2);
-  }
-};
 
 constexpr float kLargestSum = 32768.0f, kLargestReference = 32768.0f;
 

@@ -208,7 +208,7 @@ struct Backward {
     Score* to = static_cast<Score*>(p.call.slope_rows) + row_number(p, work.item, work.head, 0);
     CF_UNROLL
     for (int u = 0; u < kR; ++u) {
-      const Score sum = GroupLanes::sum(slope[u]);
+      const Score sum = QuadLanes::sum(slope[u]);
       if (lane_in_group() == 0 && row() + fragment_row(u) < p.seqlen_q) to[row() + fragment_row(u)] = sum;
       slope[u] = Score(0);
     }

@@ -1,30 +1,18 @@
 // From products to scores and weights, for a tile that a warp holds in registers, rows queries, or keys if kTurned.
 #pragma once
-#include "core/warp.cuh"
+#include "core/lanes.cuh"
 #include "sm80_wide/addends.cuh"
 #include "sm80_wide/warp_decay.cuh"
 
-// The four lanes of a group share a row.
-struct GroupLanes {
-  static CF_DEVICE Score max(Score x) {
-    x = maximum(x, shuffle_xor(x, 1));
-    return maximum(x, shuffle_xor(x, 2));
-  }
-  static CF_DEVICE Score sum(Score x) {
-    x += shuffle_xor(x, 1);
-    return x + shuffle_xor(x, 2);
-  }
-};
-
 // attn/softmax.cuh's step with this family's exponential.
-template <int kRows> struct Softmax : OnlineSoftmax<Score, kRows, GroupLanes> {
+template <int kRows> struct Softmax : OnlineSoftmax<Score, kRows, QuadLanes> {
   template <int kCols> CF_DEVICE void update(Score (&s)[kRows][kCols], Score (&rescale)[kRows]) {
     CF_UNROLL
     for (int u = 0; u < kRows; ++u) {
       Score top = s[u][0];
       CF_UNROLL
       for (int w = 1; w < kCols; ++w) top = maximum(top, s[u][w]);
-      top = maximum(this->m[u], GroupLanes::max(top));
+      top = maximum(this->m[u], QuadLanes::max(top));
       const Score reference = reference_of(top);
       rescale[u] = decay(this->m[u] - reference);
       this->m[u] = top;

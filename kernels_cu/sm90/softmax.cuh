@@ -11,7 +11,7 @@
 // written as (s - shift) * unit - log2 with one of shift, log2 zero. Rows that cannot take the fused form, and rows
 // that have seen nothing (m = -inf), have the fast reference NaN: their sums come out NaN, and they go the slow way.
 #pragma once
-#include "core/warp.cuh"
+#include "core/lanes.cuh"
 #include "sm90/scores.cuh"
 
 constexpr float kFusedLimit = sizeof(Element) == 4 ? 0.0f : 1048576.0f;          // 2^20; never in float32
@@ -34,10 +34,6 @@ CF_DEVICE float fast_reference(float m, float unit) {
   return absolute(log2) < kFusedLimit ? log2 : not_a_number();
 }
 
-// Over the four lanes that share a row.
-CF_DEVICE float row_max(float x) { x = maximum(x, shuffle_xor(x, 1)); return maximum(x, shuffle_xor(x, 2)); }
-CF_DEVICE float row_sum(float x) { x += shuffle_xor(x, 1); return x + shuffle_xor(x, 2); }
-
 // The state of a thread's two rows. l is this thread's part until `finish`; fast is the fast reference to m.
 struct Softmax {
   float m[2], l[2], fast[2], rescale[2];
@@ -58,7 +54,7 @@ struct Softmax {
       float x = -Limits<float>::infinity();
       CF_UNROLL
       for (int j = 0; j < kScores / 4; ++j) x = maximum(x, maximum(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-      top[h] = row_max(x);
+      top[h] = QuadLanes::max(x);
     }
   }
 
@@ -100,7 +96,7 @@ struct Softmax {
   CF_DEVICE void look_again(const float (&top)[2], const float (&sums)[2], float unit) {
     CF_UNROLL
     for (int h = 0; h < 2; ++h) {
-      const bool out = row_max(in_range(sums[h]) ? 0.0f : 1.0f) != 0.0f;
+      const bool out = QuadLanes::max(in_range(sums[h]) ? 0.0f : 1.0f) != 0.0f;
       move(h, out ? maximum(m[h], top[h]) : m[h], unit);
     }
   }
@@ -136,7 +132,7 @@ struct Softmax {
   // Ends row h, after its sink (-inf: none) has taken its share: the factor that makes its accumulated output the mean,
   // 0 for a row that saw nothing, and its lse in natural units. natural: of what is kept as a score.
   CF_DEVICE void finish(int h, float natural, float unit, float sink, float& factor, float& lse) const {
-    finish_row(m[h], row_sum(l[h]), natural, unit, sink, true, factor, lse);
+    finish_row(m[h], QuadLanes::sum(l[h]), natural, unit, sink, true, factor, lse);
   }
   // The same for a row of reference m, whose sum is there. Without a sink, lse only if it is wanted.
   CF_DEVICE void finish_row(float m, float sum, float natural, float unit, float sink, bool wanted, float& factor,

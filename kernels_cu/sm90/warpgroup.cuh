@@ -117,7 +117,7 @@ struct Warpgroup {
     const i32 lane = i32(opaque(thread)) % 32, h = lane % 2, row = row_of(work) + 8 * h;   // opaque: registers are few
     const bool live = row < work.sight.q_length;
     const float natural = kPlainScores ? launch.scale : 1.0f;
-    const float sums[2] = {row_sum(softmax.l[0]), row_sum(softmax.l[1])};
+    const float sums[2] = {QuadLanes::sum(softmax.l[0]), QuadLanes::sum(softmax.l[1])};
     float own, lse, factor[2];
     softmax.finish_row(h == 0 ? softmax.m[0] : softmax.m[1], h == 0 ? sums[0] : sums[1], natural, unit, work.sink,
                        p.call.lse != nullptr, own, lse);

@@ -2,6 +2,7 @@
 // broadcast, dS itself, and of slopes, -sum of |i + offset - j| dS over the keys of a row, summed up by
 // prepost/sum_rows.cu. Tiles that nobody visits are written as zeros.
 #pragma once
+#include "core/lanes.cuh"
 #include "sm90_wide/backward_scores.cuh"
 
 constexpr bool kAddsBeside = kSoftcapOrAlibi;      // backward_recipe.py
@@ -16,8 +17,7 @@ struct SlopeSums {
   CF_DEVICE void add_to(float* rows) const {
     CF_UNROLL
     for (int h = 0; h < 2; ++h) {
-      float sum = row[h] + shuffle_xor(row[h], 1);
-      sum += shuffle_xor(sum, 2);
+      const float sum = QuadLanes::sum(row[h]);
       if (thread_index() % 4 == 0) rows[8 * h] += sum;
     }
   }
