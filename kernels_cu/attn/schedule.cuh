@@ -1,6 +1,7 @@
 // Which piece of work a block does. All grids are one-dimensional; the last index runs fastest.
 #pragma once
 #include "attn/mask.cuh"
+#include "core/block.cuh"
 
 // A counter that is taken apart from its fastest digit upward.
 struct Digits {
@@ -39,6 +40,12 @@ CF_DEVICE TileWork longest_first(u32 block, i32 tiles, i32 splits, u32 heads, u3
   work.head = head % heads;
   work.own = head / heads;
   return work;
+}
+
+// That of a forward which takes an item's heads together where a causal mask makes pieces of many lengths.
+CF_DEVICE TileWork forward_work(const Params& p, i32 tiles, i32 splits) {
+  if (p.call.right < kUnbounded) return longest_first(block_index(), tiles, splits, p.heads_q, points(p.own), p.heads_q);
+  return tile_work(block_index(), tiles, splits, p.heads_q, false);
 }
 
 // Where part n of `parts` begins when tiles are shared out: tiles * n / parts, without a product that could overflow.

@@ -172,9 +172,7 @@ CF_DEVICE void finish_rows(OnlineSoftmax<Score, kQ, RowLanes>& softmax, Score (&
 // Which queries and columns are the block's.
 CF_DEVICE void describe(Work& work, const Params& p) {
   const i32 tiles = ceil_div(p.seqlen_q, kBlockQ), splits = larger(ceil_div(p.head_dim_v, kHeadDimV), 1);
-  const TileWork tile = p.call.right < kUnbounded
-      ? longest_first(block_index(), tiles, splits, p.heads_q, points(p.own), p.heads_q)
-      : tile_work(block_index(), tiles, splits, p.heads_q, false);
+  const TileWork tile = forward_work(p, tiles, splits);
   describe_place(work, tile.tile * kBlockQ, tile.split);
   describe_item(work, p, tile.own, 0, tile.head / (p.heads_q / p.heads_kv));
   describe_head(work, p, tile.head);

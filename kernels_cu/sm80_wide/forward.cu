@@ -121,10 +121,7 @@ struct Forward {
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, kMinBlocks) cupyflash_forward(const Params p) {
-  const i32 tiles = ceil_div(p.seqlen_q, kBlockQ);
-  const TileWork tile = p.call.right < kUnbounded
-      ? longest_first(block_index(), tiles, 1, p.heads_q, points(p.own), p.heads_q)
-      : tile_work(block_index(), tiles, 1, p.heads_q, false);
+  const TileWork tile = forward_work(p, ceil_div(p.seqlen_q, kBlockQ), 1);
   const i32 block_row = tile.tile * kBlockQ, tile_row = i32(warp_index()) * kWarpRows, row = block_row + tile_row;
   const u32 shared = shared_tiles();
   Work& work = shared_work(kAtWork);
