@@ -78,26 +78,10 @@ template <class Use> CF_DEVICE void for_wide_bias(const AddendPlace& tile, Use u
   }
 }
 
-// Scores that the mask forbids become -inf. row: of this thread's entry 0.
 CF_DEVICE void apply_mask(Scores& s, const AddendPlace& tile, const Params& p, const Addends& a, i32 row) {
-  const bool one = a.mask_col == 0;
   const i32 thread = i32(opaque(thread_index() % 128)), lane = thread % 32;
-  CF_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    if (one) {
-      const bool allowed = *in_global(a.mask + smaller(row + 8 * h, p.seqlen_q - 1) * a.mask_row) != 0;
-      CF_UNROLL
-      for (int n = 0; n < kScores / 2; ++n) {
-        if (!allowed) s[n / 2 * 4 + 2 * h + n % 2] = -Limits<float>::infinity();
-      }
-    } else {
-      const u32 from = tile.mask + swizzled<kMaskBox>(thread / 32 * 16 + lane / 4 + 8 * h) + lane % 4 * 2;
-      CF_UNROLL
-      for (int j = 0; j < kPairs; ++j) {
-        const u32 pair = ld_shared_u16((from ^ (j / 2 * 16)) + j % 2 * 8);
-        if ((pair & 0xffu) == 0) s[4 * j + 2 * h] = -Limits<float>::infinity();
-        if (pair >> 8 == 0) s[4 * j + 2 * h + 1] = -Limits<float>::infinity();
-      }
-    }
-  }
+  hide_scores(
+      s, p, a, row,
+      [&](int h) { return tile.mask + swizzled<kMaskBox>(thread / 32 * 16 + lane / 4 + 8 * h) + lane % 4 * 2; },
+      [](u32 from, int j) { return ld_shared_u16((from ^ (j / 2 * 16)) + j % 2 * 8); });
 }

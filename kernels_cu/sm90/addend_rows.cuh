@@ -99,25 +99,9 @@ template <class Use> CF_DEVICE void for_bias(const AddendTile& tile, Use use) {
   }
 }
 
-// Scores that the mask forbids become -inf. row: of this thread's entry 0.
 CF_DEVICE void apply_mask(Scores& s, const AddendTile& tile, const Params& p, const Addends& a, i32 row) {
-  const bool one = a.mask_col == 0;
   const i32 lane = i32(opaque(thread_index() % 32));
-  CF_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    if (one) {
-      const bool allowed = *in_global(a.mask + smaller(row + 8 * h, p.seqlen_q - 1) * a.mask_row) != 0;
-      CF_UNROLL
-      for (int n = 0; n < kScores / 2; ++n) {
-        if (!allowed) s[n / 2 * 4 + 2 * h + n % 2] = -Limits<float>::infinity();
-      }
-    } else {
-      CF_UNROLL
-      for (int j = 0; j < kPairs; ++j) {
-        const u32 pair = ld_shared_u16(tile.mask + (lane / 4 + 8 * h) * kMaskRowBytes + lane % 4 * 2 + 8 * j);
-        if ((pair & 0xffu) == 0) s[4 * j + 2 * h] = -Limits<float>::infinity();
-        if (pair >> 8 == 0) s[4 * j + 2 * h + 1] = -Limits<float>::infinity();
-      }
-    }
-  }
+  hide_scores(
+      s, p, a, row, [&](int h) { return tile.mask + (lane / 4 + 8 * h) * kMaskRowBytes + lane % 4 * 2; },
+      [](u32 from, int j) { return ld_shared_u16(from + 8 * j); });
 }

@@ -36,3 +36,28 @@ template <class Use> CF_DEVICE void for_bias_in_place(const Params& p, const Add
     }
   }
 }
+
+// Scores that the mask forbids become -inf. row: of this thread's entry 0; pair_at(row_at(h), j): the bytes of its columns
+// 8 j and 8 j + 1 in row 8 h.
+template <class RowAt, class PairAt>
+CF_DEVICE void hide_scores(Scores& s, const Params& p, const Addends& a, i32 row, RowAt row_at, PairAt pair_at) {
+  const bool one = a.mask_col == 0;
+  CF_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    if (one) {
+      const bool allowed = *in_global(a.mask + smaller(row + 8 * h, p.seqlen_q - 1) * a.mask_row) != 0;
+      CF_UNROLL
+      for (int n = 0; n < kScores / 2; ++n) {
+        if (!allowed) s[n / 2 * 4 + 2 * h + n % 2] = -Limits<float>::infinity();
+      }
+    } else {
+      const u32 from = row_at(h);
+      CF_UNROLL
+      for (int j = 0; j < kPairs; ++j) {
+        const u32 pair = pair_at(from, j);
+        if ((pair & 0xffu) == 0) s[4 * j + 2 * h] = -Limits<float>::infinity();
+        if (pair >> 8 == 0) s[4 * j + 2 * h + 1] = -Limits<float>::infinity();
+      }
+    }
+  }
+}
