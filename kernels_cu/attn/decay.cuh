@@ -14,18 +14,20 @@ CF_CONSTANT double kDecay[14] = {
     2.75572736431103e-07, 2.7557255400206422e-06, 2.4801587325547743e-05, 0.00019841269874820627,
     0.0013888888888883748, 0.008333333333326136, 0.04166666666666667, 0.1666666666666667, 0.5};
 
+constexpr double kRound = 6755399441055744.0;      // 1.5 * 2^52: the low word of kRound + k is that of k
+constexpr u32 kFarthest = 0xc0861000u, kInfinite = 0xfff00000u;      // high words of -706 and of -infinity
+// Whether x, at most 0, has a power that counts as 0.
+CF_DEVICE bool is_far(double x) { return high_word(x) - kFarthest - 1u < kInfinite - kFarthest; }
+
 // Within 1 last place; results below 2^-1019 are 0.
 //
 // x = k log(2) + r with |r| <= log(2) / 2; k times the first part of log(2) is exact.
 CF_DEVICE double decay(double x) {
-  constexpr double kRound = 6755399441055744.0;      // 1.5 * 2^52: the low word of kRound + k is that of k
-  constexpr u32 kFarthest = 0xc0861000u, kInfinite = 0xfff00000u;      // high words of -706 and of -infinity
   const double sum = fused(x, kDecay[0], kRound), k = sum - kRound;
   const double r = fused(k, kDecay[2], fused(k, kDecay[1], x));
   double tail = kDecay[3];
   CF_UNROLL
   for (int n = 4; n < 14; ++n) tail = fused(tail, r, kDecay[n]);
   const double power = unbranched(fused(times(tail, r), r, r) + 1.0);      // or each would be a branch of its own
-  const bool far = high_word(x) - kFarthest - 1u < kInfinite - kFarthest;
-  return far ? 0.0 : double_of(high_word(power) + (low_word(sum) << 20), low_word(power));
+  return is_far(x) ? 0.0 : double_of(high_word(power) + (low_word(sum) << 20), low_word(power));
 }

@@ -25,8 +25,6 @@ template <> struct WarpDecay<double> {
   double power = kPowers[u32(opaque(lane_index()))];
 
   CF_DEVICE double operator()(double x) const {
-    constexpr double kRound = 6755399441055744.0;      // as in decay
-    constexpr u32 kFarthest = 0xc0861000u, kInfinite = 0xfff00000u;
     const double sum = fused(x, kWarpDecay[0], kRound), k = sum - kRound;
     const double r = fused(k, kWarpDecay[2], fused(k, kWarpDecay[1], x));
     double tail = kWarpDecay[3];
@@ -35,7 +33,6 @@ template <> struct WarpDecay<double> {
     const u32 number = low_word(sum);
     const double part = shuffle(power, number % 32);
     const double result = unbranched(fused(part, fused(times(tail, r), r, r), part));
-    const bool far = high_word(x) - kFarthest - 1u < kInfinite - kFarthest;
-    return far ? 0.0 : double_of(high_word(result) + ((number & ~31u) << 15), low_word(result));
+    return is_far(x) ? 0.0 : double_of(high_word(result) + ((number & ~31u) << 15), low_word(result));
   }
 };
