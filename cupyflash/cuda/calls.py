@@ -21,7 +21,7 @@ from .machine import Gpu, gpu
 from .params import ADDRESSES
 
 MOST_CALLS = 1024
-# Options that may be device arrays, with the index of their address in a record.
+# Options that may be device arrays, by the name of their address in a record.
 _ARRAYS = {"mask": "mask", "bias": "bias", "sinks": "sinks", "alibi_slopes": "slopes"}
 _ARRAYS |= {"q_lengths": "q_length", "kv_lengths": "kv_length", "query_offset": "query_offset"}
 _ARRAYS |= {"dropout_seed": "dropout_seed", "dropout_offset": "dropout_offset"}

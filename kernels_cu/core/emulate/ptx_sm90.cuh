@@ -36,11 +36,11 @@ CF_UNANNOUNCED inline void complete_tx(u32 address, i32 bytes) {
   end_phase_if_due(bar);
 }
 
-// The element at a byte of a tile that is swizzled by 128 bytes; a fault beyond the block's shared memory.
-template <class T> CF_UNANNOUNCED T& element_of(u32 place) {
+// The element at a byte of a tile whose rows are swizzled by their width; a fault beyond the block's shared memory.
+template <class T> CF_UNANNOUNCED T& swizzled_at(u32 byte, u32 row_bytes = 128) {
+  const u32 place = byte ^ (byte >> 7 & (row_bytes / 16 - 1)) << 4;
   return *reinterpret_cast<T*>(shared_memory(place + sizeof(T)) + place);
 }
-template <class T> CF_UNANNOUNCED T& swizzled_at(u32 byte) { return element_of<T>(byte ^ (byte >> 7 & 7) << 4); }
 
 // What TMA reads of global memory: an access of the kernel's, whose place is checked.
 inline u16 element_at(u64 address) { return *reinterpret_cast<const u16*>(address); }
@@ -146,8 +146,8 @@ template <class Use> CF_UNANNOUNCED void for_box(u32 tile, const TensorMap& map,
       bool inside = true;
       for (int n = 0; n < 5; ++n) inside = inside && at[n] >= 0 && u64(at[n]) < map.sizes[n];
       for (int n = 1; n < 5; ++n) address += at[n] * map.strides[n - 1];
-      const u32 width = map.box[0] * 2, byte = r * width + c * 2;                  // swizzled by the width of the box
-      use(element_of<u16>(tile + (byte ^ (byte >> 7 & (width / 16 - 1)) << 4)), inside ? address : 0);
+      const u32 row_bytes = map.box[0] * 2;
+      use(swizzled_at<u16>(tile + r * row_bytes + c * 2, row_bytes), inside ? address : 0);
     }
   }
 }
