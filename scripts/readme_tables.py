@@ -57,7 +57,6 @@ def cpu() -> str:
 def gpu() -> str:
     """Speed of the default families and of the portable one beside the plain CuPy computation."""
     default, simt = load("gpu_default.json"), load("gpu_simt.json")
-    assert default["commit"] == simt["commit"]
     rows = [
         [row["dtype"], row["pass"], row["kernel"].split()[0]]
         + [f"{x:.1f}" for one in (row, other) for x in (one["tflops"], one["plain_ratio"])]
@@ -66,8 +65,8 @@ def gpu() -> str:
     shape = ", ".join(map(str, default["shape"]))
     note = (
         f"{default['device']}, CUDA driver {default['cuda_driver']}, CuPy {default['cupy']}, "
-        f"NVRTC {'.'.join(map(str, default['nvrtc']))}, {default['date']}, commit {default['commit']}; arrays "
-        f"({shape}); TFLOP/s; `{default['command']}` and `{simt['command']}`."
+        f"NVRTC {'.'.join(map(str, default['nvrtc']))}, {default['date']}, commit {default['commit']}, `simt` "
+        f"{simt['commit']}; arrays ({shape}); TFLOP/s; `{default['command']}` and `{simt['command']}`."
     )
     head = ["dtype", "pass", "family", "cupyflash", "times plain", "`simt`", "times plain"]
     return note + "\n\n" + table(head, rows)
@@ -132,12 +131,17 @@ def sm80() -> str:
 def wide() -> str:
     """float32 by tensor cores and float64, each beside PyTorch's backend for it."""
     rows, runs = [], set()
-    for name, peer in (("gpu_float32.json", "efficient"), ("gpu_float64.json", "math")):
+    for name, peer, form in (
+        ("gpu_float32.json", "efficient", ""),
+        ("gpu_ieee.json", "efficient", ", `ieee`"),
+        ("gpu_float64.json", "math", ""),
+        ("gpu_float64_any_order.json", "math", ", any order"),
+    ):
         report = load(name)
         runs.add(run_of(report))
         rows += [
             [
-                row["dtype"].replace("fp", "float"),
+                row["dtype"].replace("fp", "float") + form,
                 row["mode"],
                 str(row["D"]),
                 "yes" if row["causal"] else "no",
