@@ -156,6 +156,16 @@ def test_gradients_of_queries_leave_the_main_kernel(dims, shape, options, determ
     assert [config.kernel for config in machine.launched] == ["forward", *NARROW]
 
 
+@pytest.mark.parametrize("deterministic", [True, False], ids=["in turn", "any order"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_of_queries_of_many_rows(d, deterministic):
+    """Several units of rows a head, the last of them not whole; the first rows see no key."""
+    machine = Machine("checked", compute_capability=90)
+    q, k, v = qkv(np, 1, 2, 600, 150, d, heads_kv=1, dtype=BFLOAT16)
+    for options in ({"causal": "bottom_right"}, {"window": (70, 20), "query_offset": -200}):
+        check(q, k, v, via=vjp_on(machine), wrt=("q", "k", "v"), deterministic=deterministic, **options)
+
+
 def test_gradients_of_queries_into_arrays_of_every_layout():
     q, k, v = qkv(np, 2, 2, 170, 200, 64, dtype=BFLOAT16)
     machine = Machine("plain", compute_capability=90)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
+from .backward_rows import ROW_BLOCK
 from .params import ADDRESSES, NUMBERS, UNBOUNDED
 from .simt import ceil
 from .sm90 import ALIGNMENT_BYTES
@@ -49,6 +50,7 @@ class Geometry(NamedTuple):
     producer_registers: int = 24
     consumer_registers: int = 240
     addends: bool = False  # mask and bias have a place of their own in shared memory
+    beside: bool = False  # sums of dq become gradients beside the products, from a place of their own
 
     def __str__(self) -> str:
         words = [f"d{self.head_dim}", f"q{self.block_q}", f"kv{self.block_kv}", f"s{self.stages}"]
@@ -74,6 +76,7 @@ class Geometry(NamedTuple):
             "kHeadDim": self.head_dim,
             "kRoundedWeights": self.rounded_weights,
             "kShares": self.shares,
+            "kBeside": self.beside,
             "kProducerRegisters": self.producer_registers,
             "kConsumerRegisters": self.consumer_registers,
         }
@@ -96,10 +99,11 @@ class Geometry(NamedTuple):
         """Dynamic shared memory of a block; the kernel asserts that it uses as much."""
         row = 128 * ceil(self.head_dim, 64)
         tiles = 2 * self.block_kv * row + 2 * self.stages * self.block_q * row
-        gradients = self.block_kv * self.block_q * 2
+        gradients = (2 if self.head_dim <= 128 else 4) * self.block_kv * self.block_q * 2
         shares = self.shares * self.block_q * self.head_dim * 4
+        sums = ROW_BLOCK * self.head_dim * 4 * self.beside
         addends = (5 if self.head_dim <= 64 else 4) * self.block_q * self.block_kv * self.addends
-        return ALIGNMENT_BYTES + tiles + (2 if self.head_dim <= 128 else 4) * gradients + addends + shares
+        return ALIGNMENT_BYTES + tiles + gradients + addends + shares + sums
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
         """The row as it runs these head dims: TMA fills up with zeros."""
@@ -123,10 +127,10 @@ class Geometry(NamedTuple):
 
 
 # By options that a row is for: none; dropout alone; softcap or ALiBi; mask or bias. Head dims above 128 have one row.
-PLAIN = (Geometry(64, 128, 128, 2, False), Geometry(128, 64, 128, 2, False, shares=2))
-DROPOUT = (Geometry(64, 64, 128, 2, False), Geometry(128, 64, 128, 2, False, shares=2))
-SHAPED = (Geometry(64, 64, 128, 2, True), Geometry(128, 64, 128, 2, True, shares=2))
-WITH_ADDENDS = tuple(row._replace(shares=1, addends=True) for row in SHAPED)
+PLAIN = (Geometry(64, 128, 128, 2, False, beside=True), Geometry(128, 64, 128, 2, False, beside=True))
+DROPOUT = (Geometry(64, 64, 128, 2, False, beside=True), Geometry(128, 64, 128, 2, False, beside=True))
+SHAPED = (Geometry(64, 64, 128, 2, True, beside=True), Geometry(128, 64, 128, 2, True, beside=True))
+WITH_ADDENDS = tuple(row._replace(addends=True, beside=row.head_dim <= 64) for row in SHAPED)
 WIDE = (Geometry(256, 64, 64, 2, True, 0, 40, 232),)
 
 

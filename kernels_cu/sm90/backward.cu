@@ -6,17 +6,18 @@
 // V dO^T, so that P^T and dA^T leave the accumulators as register operands. Only dA crosses through shared memory, for
 // dq = dA K; that product is taken one query tile late, from a second buffer, so that no warpgroup waits for the other.
 // dq's columns are split between the warpgroups, or its rows where a query tile has 128. Shares of dq go through shared
-// memory to sums in float32, in the order of the key tiles, without the consumers (sm90/backward_shares.cuh), which turn
-// the sums into dq when there is no more work (sm90/backward_finish.cuh). When dv and dq have ended, the share is written
-// and the scores of the next tile begin, all under dk; what else the next weights need (lse, the bits of dropout) is
-// fetched and drawn under those scores. The consumers start dv, dq and dk in turns. Blocks stay on their multiprocessor
-// and take work by ticket.
+// memory to sums in float32, in the order of the key tiles, without the consumers (sm90/backward_shares.cuh). A warp beside
+// them turns the sums into dq when they are complete (sm90/backward_beside.cuh), and so do the consumers when there is no
+// more work (sm90/backward_finish.cuh). When dv and dq have ended, the share is written and the scores of the next tile
+// begin, all under dk; what else the next weights need (lse, the bits of dropout) is fetched and drawn under those scores.
+// The consumers start dv, dq and dk in turns. Blocks stay on their multiprocessor and take work by ticket.
 //
 //   producer      K Q9 V dO9   Q8 dO8   Q7 dO7 ...                                  (query tiles are walked downward)
 //   consumers     S9 | dP9 .weights, dA. dv9 dk9 S8 | dP8 .weights, dA. dv8 dq9 dk8 .share of 9. S7 .bits. | ...
 //   usher         turn of 9?                 turn of 8? ...                        herald: adds 9, next block's turn
+//   and a warp    sums of a head of before -> dq
 //
-// Shared memory: K | V | Q x kStages | dO x kStages | dA x 2 | shares of dq; barriers and row numbers beside them.
+// Shared memory: K | V | Q x kStages | dO x kStages | dA x 2 | shares of dq | sums; barriers and row numbers beside them.
 //
 // TFLOP/s at 16384 keys, full / causal, all launches of a backward together (H200, 2026-11-29, bfloat16). cuDNN 9.19 beside
 // them: 557 / 535 and 452 / 418 in the first row, 588 / 568 and 469 / 442 in the next two, then 570 / 587 and 483 / 451.
@@ -100,8 +101,31 @@
 // their own.
 //
 // Sums turned into dq by the consumers at the end, against a kernel for it: without a mask 1 to 2 % less time in turn and 0
-// to 2 % in any order, with one nothing sure. By the scheduler's warp beside the products, with 24 registers: up to twice
-// the time at 1024 keys, and with the consumers' help at the end no less than by them alone. dk and dv by TMA: nothing.
+// to 2 % in any order, with one nothing sure. By the scheduler's warp beside the products, straight from global memory to
+// 24 registers: up to twice the time at 1024 keys. dk and dv by TMA: nothing.
+//
+// By a warp beside the products to which TMA brings the sums (H200, 2026-11-30; all launches of a backward together; time
+// of finishing at the end divided by its own; c: causal mask, t: in turn, the others in any order; runs differ by 0.01):
+//
+//                                                       head dim 64                      head dim 128
+//                                            1024c 1024 4096c 4096 1024ct   1024c 1024 4096c 4096 1024ct
+//   one block a ticket, shuffles of columns   1.02 1.02    -  0.98  1.01     1.04 1.02    -    -   0.98
+//   four blocks, reads in a lane's own order  1.06 1.05 1.00  0.98  1.06     1.04 1.03 1.02  1.00  1.02
+//   rows by stmatrix in the sums' place       1.08 1.04 1.00  1.00  1.07     1.03 1.03 1.02  1.00  1.03
+//     brought and not stored (wrong)          1.10 1.06 1.03  1.01  1.10     1.08 1.07 1.04  1.01  1.09
+//   not finished at all (wrong)               1.12 1.07    -  1.02  1.14     1.17 1.07 1.02    -   1.13
+//
+// At 16384 keys 1.00 (head dim 64) and 1.01 (128c). With dropout 1.05 (64, 1024c). What counts is the warp's instructions:
+// 110, 87 and 55 for 16 rows and 32 columns, and 1000 to take a ticket. The second share in shared memory gave way to the
+// sums at head dim 128, where it gave nothing any more (0.99 to 1.02). For the warp the producer finds its work itself.
+//
+// Sums that are not written to DRAM: the kernel at 1024c reads 468 MB there and writes 382 (head dim 128: 594 and 451), of
+// which 272 and 201 are arguments and results. Sums discarded when they are finished, and a third (a quarter) as many heads
+// side by side: 276 and 195 (356 and 281), in 0.97 and 0.99 of the speed, in turn 0.91 and 0.93: bandwidth is not what is
+// short, and a ring of sums would save memory alone. Discarded alone: 0.98 to 1.02.
+//
+// Programmatic dependent launch after row_stats (griddepcontrol.wait before all reads, or only before its results): 1 us a
+// launch, 1.003 on average of 14 cells from 1024 to 16384 keys.
 #include "sm90/backward_consumer.cuh"
 #include "sm90/backward_shares.cuh"
 
@@ -303,6 +327,13 @@ struct Consumer : ConsumerBase {
     store_rows(dv, dv_scale, to_v, p, work(), warp_row, staging, lane);
     store_rows(dk, launch.scale, to_k, p, work(), warp_row, staging, lane);
   }
+
+  // When there is no more work.
+  CF_DEVICE void finish() const {
+    meet();                                // both have read the rows' numbers, in whose place units are prepared
+    static_assert(sizeof(Unit) <= sizeof(control.lse_log2[0]), "room for one");
+    finish_rows(p, launch, *reinterpret_cast<Unit*>(control.lse_log2[number]), number);
+  }
 };
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
@@ -315,5 +346,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   Consumer consumer{{p, launch, control, warpgroup_index() - 1, i32(thread_index()) % 128, shared_tiles()}};
   if (consumer.number == 1) bar_arrive(kTurn, 256);      // the first one begins
   consumer.walk(consumer);
-  finish_rows(p, launch);
+  consumer.finish();
 }

@@ -1,7 +1,7 @@
-// The threads that serve the consumers, and the barriers through which they all speak: the scheduler prepares work, the
-// producer loads tiles.
+// The thread that serves the consumers, and the barriers through which all speak: the producer prepares work and loads
+// tiles.
 #pragma once
-#include "sm90/backward_work.cuh"
+#include "sm90/backward_finish.cuh"
 
 constexpr i32 kPanels = ceil_div(kHeadDim, 64);
 constexpr u32 kKeyBytes = kBlockKV * 128 * kPanels, kQueryBytes = kBlockQ * 128 * kPanels;
@@ -20,16 +20,20 @@ struct QueryTile { i32 head, tile; };
 
 // Ready barriers end a phase when what they are named after may be read, free barriers when all have read it.
 struct Control {
-  u64 work_wanted, work_ready[2], work_free[2], k_ready, v_ready, k_free, v_free;
+  u64 work_ready[2], work_free[2], k_ready, v_ready, k_free, v_free;
   u64 q_ready[kStages], q_free[kStages], o_ready[kStages], o_free[kStages];
   u64 ds_ready[2], ds_free[2];
-  u64 turn_ready[2], turn_taken[2], share_there[2], share_free[2];
+  u64 turn_ready[2], turn_taken[2], share_there[2], share_free[2], sums_there;
   alignas(16) float lse_log2[kStages][2 * kBlockQ];      // of a query tile; behind them delta - dlse
   float zeros[kBlockQ];
-  Ring<2> scheduled, produced, ushered, turns;      // here, because those who feed have few registers
+  Ring<1> fetched;                         // blocks of sums
+  Ring<2> produced, ushered, turns;      // here, because those who feed have few registers
   Turn turn[2];
   QueryTile query_tiles[4];
   Work work[2];
+  Unit unit;                               // whose sums become gradients beside the products
+  i32 block, blocks;                       // of it: the one at hand, and how many have been
+  bool has_sums;                           // the one at hand
 
   CF_DEVICE u32 lse_of(u32 stage) const { return shared_address(lse_log2[stage]); }
   CF_DEVICE u32 delta_of(u32 stage) const { return shared_address(lse_log2[stage] + kBlockQ); }
@@ -42,11 +46,10 @@ template <i32 kCount> CF_DEVICE u32 barrier(const u64 (&bars)[kCount], u32 numbe
 
 // ushered: whether usher and herald are there.
 CF_DEVICE void initialise_barriers(Control& control, bool ushered) {
-  mbarrier_init(control.work_wanted, 1);
   mbarrier_init(control.k_ready, 1), mbarrier_init(control.v_ready, 1);
   mbarrier_init(control.k_free, kConsumers), mbarrier_init(control.v_free, kConsumers);
   for (i32 n = 0; n < 2; ++n) {
-    mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], kConsumers + 1 + ushered);
+    mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], kConsumers + ushered);
     mbarrier_init(control.ds_ready[n], 4 * kConsumers), mbarrier_init(control.ds_free[n], 4 * kConsumers);
     mbarrier_init(control.turn_ready[n], 1), mbarrier_init(control.turn_taken[n], 1);
     mbarrier_init(control.share_there[n], 4 * kConsumers), mbarrier_init(control.share_free[n], 1);
@@ -55,7 +58,8 @@ CF_DEVICE void initialise_barriers(Control& control, bool ushered) {
     mbarrier_init(control.q_ready[n], 1), mbarrier_init(control.q_free[n], kConsumers);
     mbarrier_init(control.o_ready[n], 1), mbarrier_init(control.o_free[n], kConsumers);
   }
-  control.scheduled.number = control.produced.number = control.ushered.number = control.turns.number = 0;
+  mbarrier_init(control.sums_there, 1);
+  control.fetched.number = control.produced.number = control.ushered.number = control.turns.number = 0;
   fence_mbarrier_init();
 }
 
@@ -66,30 +70,24 @@ CF_DEVICE void initialise(Control& control, bool ushered) {
   block_barrier();                         // the barriers are there
 }
 
-// ---- scheduler: one thread. The producer wants work when it has loaded the last tiles, not sooner: who has been given
-// work that it cannot begin yet would keep others waiting for their turns.
+// ---- producer: one thread. It looks for work when it has loaded the last tiles, not sooner: who has been given work that
+// it cannot begin yet would keep others waiting for their turns.
 
-CF_DEVICE void schedule(const Params& p, const Launch& launch, Control& control) {
-  Ring<2>& slot = control.scheduled;
-  control.work[1].closes = 1, control.work[1].before = control.work[1].end = 0, control.work[1].first = 0, control.work[1].last = -1;
-  while (true) {
-    Work &work = control.work[slot.stage()], &before = control.work[slot.stage() ^ 1];
-    mbarrier_try_wait_parity(shared_address(&control.work_wanted), slot.number % 2);
-    mbarrier_try_wait_parity(barrier(control.work_free, slot.stage()), slot.parity() ^ 1);
-    if (before.closes) {
-      own(work, p, launch, atom_inc(static_cast<u32*>(p.call.turns) + launch.ticket));
-    } else {
-      work.tile = before.tile, work.head_kv = before.head_kv, work.own = before.own, work.loop = before.loop + 1;
-    }
-    forget();
-    if (work.tile >= 0) prepare(work, before, p, launch);
-    mbarrier_arrive(barrier(control.work_ready, slot.stage()));                // the others may read it
-    if (work.tile < 0) break;
-    slot.advance();
+// The work that comes next, for all. False: there is no more.
+CF_DEVICE bool find_work(const Params& p, const Launch& launch, Control& control) {
+  const Ring<2>& slot = control.produced;
+  Work &work = control.work[slot.stage()], &before = control.work[slot.stage() ^ 1];
+  mbarrier_try_wait_parity(barrier(control.work_free, slot.stage()), slot.parity() ^ 1);
+  if (before.closes) {
+    own(work, p, launch, atom_inc(ticket_of(p, launch.ticket)));
+  } else {
+    work.tile = before.tile, work.head_kv = before.head_kv, work.own = before.own, work.loop = before.loop + 1;
   }
+  forget();
+  if (work.tile >= 0) prepare(work, before, p, launch);
+  mbarrier_arrive(barrier(control.work_ready, slot.stage()));                // the others may read it
+  return work.tile >= 0;
 }
-
-// ---- producer: one thread
 
 struct Producer {
   const Params& p;
@@ -147,12 +145,9 @@ struct Producer {
   }
 
   CF_DEVICE void produce() {
-    while (true) {
-      mbarrier_arrive(shared_address(&control.work_wanted));
-      mbarrier_try_wait_parity(barrier(control.work_ready, control.produced.stage()), control.produced.parity());
-      if (work().tile < 0) break;
+    control.work[1].closes = 1, control.work[1].before = control.work[1].end = 0, control.work[1].first = 0, control.work[1].last = -1;
+    while (find_work(p, launch, control)) {
       load_tiles();
-      mbarrier_arrive(barrier(control.work_free, control.produced.stage()));
       control.produced.advance();
     }
   }
@@ -163,5 +158,4 @@ struct Producer {
 CF_DEVICE void serve(const Params& p, const TensorMaps& maps, const Launch& launch, Control& control) {
   setmaxnreg_dec<kProducerRegisters>();
   if (thread_index() == 0) Producer{p, maps, launch, control}.produce();
-  if (thread_index() == 32) schedule(p, launch, control);
 }

@@ -30,7 +30,12 @@ template <u32 kCount> struct Ring {
   CF_DEVICE void advance() { ++number; }
 };
 
-// ---- what schedulers prepare, step by step through shared memory: they have few registers
+// A launch's counter of tickets; its address is computed where it is used, for those who have few registers.
+CF_DEVICE u32* ticket_of(const Params& p, i32 number) {
+  return in_global(reinterpret_cast<u32*>(opaque(reinterpret_cast<i64>(p.call.turns)))) + number;
+}
+
+// ---- what those who find work prepare, step by step through shared memory: they have few registers
 
 // Point `own` of own[] and point `loop` of loop[]. Divisions are slow, and mostly there is one axis.
 CF_DEVICE void place(Item& item, const Params& p, u32 own, u32 loop) {
@@ -42,7 +47,7 @@ CF_DEVICE void place(Item& item, const Params& p, u32 own, u32 loop) {
     if (p.loop[axis] > 1) at = loop % u32(p.loop[axis]), loop /= u32(p.loop[axis]);
     item.at[axis] = at;
     number += weight * at;
-    weight *= p.lead[axis];
+    weight = unbranched(weight) * p.lead[axis];
   }
   item.number = number;
 }

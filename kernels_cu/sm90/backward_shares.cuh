@@ -5,10 +5,9 @@
 // place alone, and who has fallen behind can catch up. In any order the usher waits for the first share of a query tile
 // alone, which is stored and not added.
 #pragma once
-#include "sm90/backward_feed.cuh"
-#include "sm90/backward_finish.cuh"
+#include "sm90/backward_beside.cuh"
 
-constexpr u32 kShareBytes = kBlockQ * kHeadDim * 4, kShareAt = kSharedBytes - 1024 - kShares * kShareBytes;
+constexpr u32 kShareBytes = kBlockQ * kHeadDim * 4, kShareAt = kSumsAt - kShares * kShareBytes;
 
 // In any order a counter is 1 as soon as a block has claimed the first share, and this when it has been stored; it counts
 // the others as well where somebody waits for them all.
@@ -85,6 +84,9 @@ CF_DEVICE void herald(const Launch& launch, Control& control) {
 CF_DEVICE void serve_shares(const Params& p, const TensorMaps& maps, const Launch& launch, Control& control) {
   serve(p, maps, launch, control);
   if (launch.queries == kNotWanted) return;
+  if constexpr (kBeside) {
+    if (thread_index() / 32 == 1) finish_beside(p, launch, control);
+  }
   if (thread_index() == 64) usher(p, launch, control);
   if (thread_index() == 96) herald(launch, control);
 }

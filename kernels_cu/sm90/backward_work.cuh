@@ -1,4 +1,4 @@
-// What a block of the backward does next, and all that is known about it beforehand. The scheduler prepares it, once, in
+// What a block of the backward does next, and all that is known about it beforehand. The producer prepares it, once, in
 // shared memory; the others read it.
 //
 // A block owns one tile of keys of one kv head at a time, for all items that share the keys: a piece of work is one item.
@@ -42,10 +42,10 @@ CF_DEVICE void own(Work& work, const Params& p, const Launch& launch, u32 ticket
   work.own /= u32(p.heads_kv);
 }
 
-// Step by step through shared memory: the scheduler has few registers.
+// Step by step through shared memory: the producer has few registers.
 CF_DEVICE void prepare(Work& work, const Work& before, const Params& p, const Launch& launch) {
   Visibility& sight = work.sight;
-  work.closes = work.loop + 1 == points(p.loop);
+  work.closes = work.loop + 1 == unbranched(points(p.loop));
   fence_acq_rel_cta();
   place(work.item, p, work.own, work.loop);
   fence_acq_rel_cta();
