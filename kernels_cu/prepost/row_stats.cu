@@ -4,6 +4,9 @@
 // lse in base 2 is +inf where a row saw nothing or is none, so that its weights are 0; delta is the sum over columns of
 // dout * out, or the caller's delta, minus dlse, and 0 where lse is -inf, for weights of 0 do not hide an infinite dlse.
 // row_delta, where it is wanted, gets the sum in its own order, with dlse of every row: sinks want it.
+//
+// At 16384 rows of 2048 columns (H200, 2026-11-30) 36.6 us, 39.0 with three blocks a multiprocessor; out read past the L2
+// cache, or heads from the last to the first, give nothing.
 #include "attn/backward_rows.cuh"
 #include "attn/softmax.cuh"
 #include "core/block.cuh"
@@ -61,7 +64,7 @@ CF_DEVICE void parts_of_deltas(float (&sums)[kRows], const Params& p, const Item
   parts_of_rows(sums, dout, rows_of<const float>(p.call.out, p.out, item, head), p.head_dim_v, row, row_stop);
 }
 
-extern "C" __global__ void __launch_bounds__(kStatsThreads, 3) cupyflash_row_stats(const Params p) {
+extern "C" __global__ void __launch_bounds__(kStatsThreads, 4) cupyflash_row_stats(const Params p) {
   const i32 units = ceil_div(p.seqlen_q, kRowUnit), tile_rows = p.splits;
   const u32 matrix = block_index() / u32(units);
   const Item item = item_at(p, matrix / u32(p.heads_q), 0);
