@@ -4,7 +4,8 @@
 // Run s left out_s, normalised, and lse_s, -inf where it saw nothing. Then lse = log(sum of exp(lse_s) + exp(sink)) and
 // out = sum of exp(lse_s - lse) * out_s. Lane l weighs the runs l, l + 32; eight lanes take the columns of the runs g, g + 4,
 // ... in order, and the four sums are added up in pairs. All loads are on their way before one is used: with a warp for a row
-// and sixteen runs at a time it took 9.8 instead of 6.0 us for 64 runs (H200, 2026-11-30).
+// and sixteen runs at a time it took 9.8 instead of 6.0 us for 64 runs (H200, 2026-11-30). Programmatic dependent launch
+// after decode or forward, in a CUDA graph: 0.4 us of 14, 0.5 or less of 55 and 74.
 #include "attn/mask.cuh"
 #include "attn/softmax.cuh"
 #include "core/block.cuh"
