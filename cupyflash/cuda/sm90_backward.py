@@ -46,7 +46,6 @@ class Geometry(NamedTuple):
     block_kv: int
     stages: int  # of the pipelines of queries and of their cotangents
     rounded_weights: bool  # gradients of scores from weights that are rounded already: fewer registers
-    shares: int = 1  # shares of dq that wait in shared memory to be added; none where dq is another kernel's
     producer_registers: int = 24
     consumer_registers: int = 240
     addends: bool = False  # mask and bias have a place of their own in shared memory
@@ -54,7 +53,7 @@ class Geometry(NamedTuple):
 
     def __str__(self) -> str:
         words = [f"d{self.head_dim}", f"q{self.block_q}", f"kv{self.block_kv}", f"s{self.stages}"]
-        return " ".join(words + ["rw"] * self.rounded_weights + [f"sh{self.shares}"] * (self.shares > 1))
+        return " ".join(words + ["rw"] * self.rounded_weights)
 
     @property
     def head_dim_v(self) -> int:
@@ -75,7 +74,6 @@ class Geometry(NamedTuple):
             "kStages": self.stages,
             "kHeadDim": self.head_dim,
             "kRoundedWeights": self.rounded_weights,
-            "kShares": self.shares,
             "kBeside": self.beside,
             "kProducerRegisters": self.producer_registers,
             "kConsumerRegisters": self.consumer_registers,
@@ -90,7 +88,7 @@ class Geometry(NamedTuple):
             wrapper("wgmma_scores_first", dtype, self.block_q, first=True),
             wrapper("wgmma_gradient", dtype, self.head_dim, a_in_registers=True, b_by_rows=True),
         ]
-        if self.shares:
+        if self.head_dim <= 128:  # dq of wider heads is another kernel's
             texts.append(wrapper("wgmma_queries", dtype, columns, **queries))
             texts.append(wrapper("wgmma_queries_first", dtype, columns, first=True, **queries))
         return "".join(texts)
@@ -100,10 +98,10 @@ class Geometry(NamedTuple):
         row = 128 * ceil(self.head_dim, 64)
         tiles = 2 * self.block_kv * row + 2 * self.stages * self.block_q * row
         gradients = (2 if self.head_dim <= 128 else 4) * self.block_kv * self.block_q * 2
-        shares = self.shares * self.block_q * self.head_dim * 4
+        share = self.block_q * self.head_dim * 4 * (self.head_dim <= 128)
         sums = ROW_BLOCK * self.head_dim * 4 * self.beside
         addends = (5 if self.head_dim <= 64 else 4) * self.block_q * self.block_kv * self.addends
-        return ALIGNMENT_BYTES + tiles + gradients + addends + shares + sums
+        return ALIGNMENT_BYTES + tiles + gradients + addends + share + sums
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:
         """The row as it runs these head dims: TMA fills up with zeros."""
@@ -131,7 +129,7 @@ PLAIN = (Geometry(64, 128, 128, 2, False, beside=True), Geometry(128, 64, 128, 2
 DROPOUT = (Geometry(64, 64, 128, 2, False, beside=True), Geometry(128, 64, 128, 2, False, beside=True))
 SHAPED = (Geometry(64, 64, 128, 2, True, beside=True), Geometry(128, 64, 128, 2, True, beside=True))
 WITH_ADDENDS = tuple(row._replace(addends=True, beside=row.head_dim <= 64) for row in SHAPED)
-WIDE = (Geometry(256, 64, 64, 2, True, 0, 40, 232),)
+WIDE = (Geometry(256, 64, 64, 2, True, 40, 232),)
 
 
 def _rows(options: tuple[bool, ...]) -> tuple[Geometry, ...]:

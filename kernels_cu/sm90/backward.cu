@@ -17,7 +17,7 @@
 //   usher         turn of 9?                 turn of 8? ...                        herald: adds 9, next block's turn
 //   and a warp    sums of a head of before -> dq
 //
-// Shared memory: K | V | Q x kStages | dO x kStages | dA x 2 | shares of dq | sums; barriers and row numbers beside them.
+// Shared memory: K | V | Q x kStages | dO x kStages | dA x 2 | share of dq | sums; barriers and row numbers beside them.
 //
 // TFLOP/s at 16384 keys, full / causal, all launches of a backward together (H200, 2026-11-29, bfloat16). cuDNN 9.19 beside
 // them: 557 / 535 and 452 / 418 in the first row, 588 / 568 and 469 / 442 in the next two, then 570 / 587 and 483 / 451.
@@ -189,20 +189,18 @@ struct Consumer : ConsumerBase {
 
   // The share of the tile before goes to where the herald fetches it, half of it from each consumer.
   CF_DEVICE void prepare_share() const {
-    const u32 share = ring.number - 1;
-    if (launch.queries != kNotWanted) mbarrier_try_wait_parity(barrier(control.share_free, share % kShares), share / kShares % 2 ^ 1);
+    if (launch.queries != kNotWanted) mbarrier_try_wait_parity(shared_address(&control.share_free), ring.number % 2);
   }
   CF_DEVICE void hand_on(const Queries& dq) const {
     if (launch.queries == kNotWanted) return;
     constexpr int kEntries = sizeof(Queries) / 4;
     static_assert(kEntries * 4 * 256 == kShareBytes, "of 256 threads");
-    const u32 share = ring.number - 1, half = share % kShares * 2 + number;
-    const u32 to = tiles + kShareAt + half * (kShareBytes / 2) + i32(opaque(thread)) * 16;
+    const u32 to = tiles + kShareAt + number * (kShareBytes / 2) + i32(opaque(thread)) * 16;
     CF_UNROLL
     for (int n = 0; n < kEntries / 4; ++n) st_shared_f32x4(to + n * 2048, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
     fence_proxy_async();
     warp_barrier();
-    if (thread % 32 == 0) mbarrier_arrive(barrier(control.share_there, share));
+    if (thread % 32 == 0) mbarrier_arrive(barrier(control.share_there, ring.number - 1));
   }
 
   CF_DEVICE Place place_of(i32 head, i32 tile) const {

@@ -23,7 +23,7 @@ struct Control {
   u64 work_ready[2], work_free[2], k_ready, v_ready, k_free, v_free;
   u64 q_ready[kStages], q_free[kStages], o_ready[kStages], o_free[kStages];
   u64 ds_ready[2], ds_free[2];
-  u64 turn_ready[2], turn_taken[2], share_there[2], share_free[2], sums_there;
+  u64 turn_ready[2], turn_taken[2], share_there[2], share_free, sums_there;
   alignas(16) float lse_log2[kStages][2 * kBlockQ];      // of a query tile; behind them delta - dlse
   float zeros[kBlockQ];
   Ring<1> fetched;                         // blocks of sums
@@ -52,13 +52,13 @@ CF_DEVICE void initialise_barriers(Control& control, bool ushered) {
     mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], kConsumers + ushered);
     mbarrier_init(control.ds_ready[n], 4 * kConsumers), mbarrier_init(control.ds_free[n], 4 * kConsumers);
     mbarrier_init(control.turn_ready[n], 1), mbarrier_init(control.turn_taken[n], 1);
-    mbarrier_init(control.share_there[n], 4 * kConsumers), mbarrier_init(control.share_free[n], 1);
+    mbarrier_init(control.share_there[n], 4 * kConsumers);
   }
   for (i32 n = 0; n < kStages; ++n) {
     mbarrier_init(control.q_ready[n], 1), mbarrier_init(control.q_free[n], kConsumers);
     mbarrier_init(control.o_ready[n], 1), mbarrier_init(control.o_free[n], kConsumers);
   }
-  mbarrier_init(control.sums_there, 1);
+  mbarrier_init(control.share_free, 1), mbarrier_init(control.sums_there, 1);
   control.fetched.number = control.produced.number = control.ushered.number = control.turns.number = 0;
   fence_mbarrier_init();
 }

@@ -7,7 +7,7 @@
 #pragma once
 #include "sm90/backward_beside.cuh"
 
-constexpr u32 kShareBytes = kBlockQ * kHeadDim * 4, kShareAt = kSumsAt - kShares * kShareBytes;
+constexpr u32 kShareBytes = kBlockQ * kHeadDim * 4, kShareAt = kSumsAt - kShareBytes;
 
 // In any order a counter is 1 as soon as a block has claimed the first share, and this when it has been stored; it counts
 // the others as well where somebody waits for them all.
@@ -60,13 +60,13 @@ CF_DEVICE void herald(const Launch& launch, Control& control) {
     if (turn.sums == nullptr) break;
     mbarrier_try_wait_parity(barrier(control.share_there, ring.stage()), ring.parity());
     mbarrier_arrive(barrier(control.turn_taken, ring.stage()));
-    const u32 place = ring.number % kShares, from = shared_tiles() + kShareAt + place * kShareBytes;
+    const u32 from = shared_tiles() + kShareAt;
     fence_proxy_async_global();            // what the block before added comes first
     if (turn.number == 0) cp_async_bulk_store(turn.sums, from, kShareBytes);
     else cp_reduce_async_bulk_add_f32(turn.sums, from, kShareBytes);
     cp_async_bulk_commit_group();
     cp_async_bulk_wait_group_read();
-    mbarrier_arrive(barrier(control.share_free, place));
+    mbarrier_arrive(shared_address(&control.share_free));
     const bool stored = launch.queries == kInTurn || turn.number == 0;
     if (stored || launch.finish != kFinishedLater) {
       cp_async_bulk_wait_group();
