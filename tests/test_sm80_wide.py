@@ -69,18 +69,26 @@ def test_doubles_go_where_tensor_cores_are_fast_at_them(arch):
             plan_of(np.float64, arch=arch)
 
 
-DECAY = """#include "attn/decay.cuh"
-struct Record { const double* x; double* y; i64 count; };
-extern "C" __global__ void toy(const Record p) {
-  for (i64 n = thread_index(); n < p.count; n += 64) p.y[n] = decay(p.x[n]);
-}
+FUNCTION = """#include "attn/tangent.cuh"
+struct Record {{ const double* x; double* y; i64 count; }};
+extern "C" __global__ void toy(const Record p) {{
+  for (i64 n = thread_index(); n < p.count; n += 64) p.y[n] = {name}(p.x[n]);
+}}
 """
 
 
-def decay(x):
+def of_doubles(name, x):
     y = np.full_like(x, 7)
-    run(DECAY, mode="plain", writes=("y",), x=x, y=y, count=x.size)
+    run(FUNCTION.format(name=name), mode="plain", writes=("y",), x=x, y=y, count=x.size)
     return y
+
+
+def decay(x):
+    return of_doubles("decay", x)
+
+
+def tangent(x):
+    return of_doubles("tangent", x)
 
 
 @needs_compiler
@@ -98,6 +106,24 @@ def test_the_exponential_of_doubles_is_right_to_one_last_place():
 def test_the_exponential_of_doubles_at_the_ends():
     assert_same(decay(np.array([0.0, -800.0, -1e300, NEG_INF])), np.array([1.0, 0, 0, 0]))
     assert np.isnan(decay(np.array([np.nan]))).all()
+
+
+@needs_compiler
+def test_the_tangent_of_doubles_is_right_to_three_last_places():
+    rng = np.random.default_rng(0)
+    x = np.concatenate([rng.uniform(-span, span, 200_000) for span in (1e-9, 0.3, 1, 2, 20, 400)])
+    near_halves = np.log(2) * (np.arange(60) + 0.5) / 2
+    x = np.concatenate([x, near_halves, np.nextafter(near_halves, 0), [1e-300, -1e-300]])
+    exact = np.tanh(x.astype(np.longdouble))
+    error = np.abs(tangent(x) - exact) / np.spacing(np.abs(exact.astype(np.float64)))
+    assert error.max() < 3
+
+
+@needs_compiler
+def test_the_tangent_of_doubles_at_the_ends():
+    x = np.array([0.0, -0.0, 400.0, -1e300, NEG_INF, -NEG_INF])
+    assert_same(tangent(x), np.array([0.0, -0.0, 1, -1, -1, 1]))
+    assert np.isnan(tangent(np.array([np.nan]))).all()
 
 
 def check_case(name, dtype, m=70, n=139, compute_capability=SM90, **options):

@@ -5,15 +5,16 @@
 // in this order, then selection: what is not allowed becomes -inf whatever its value was.
 #pragma once
 #include "attn/mask.cuh"
+#include "attn/tangent.cuh"
 
 template <class Score> struct ScoreTerms {
   Score scale, softcap, inverse_softcap, slope;
 
   // c, and d(c)/d(a) in `derivative`.
   CF_DEVICE Score capped(Score a, Score& derivative) const {
-    const Score tangent = hyperbolic_tangent(a * inverse_softcap);
-    derivative = fused(-tangent, tangent, Score(1));
-    return times(softcap, tangent);
+    const Score part = tangent(a * inverse_softcap);
+    derivative = fused(-part, part, Score(1));
+    return times(softcap, part);
   }
 };
 

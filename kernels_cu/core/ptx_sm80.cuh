@@ -189,6 +189,13 @@ CF_DEVICE float rcp_approx_ftz(float x) {
   return r;
 }
 
+// 1 / x to 20 bits: the low word is 0.
+CF_DEVICE double rcp_approx_ftz(double x) {
+  double r;
+  asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(r) : "d"(x));
+  return r;
+}
+
 // Named barrier 1 to 15 of `threads` threads, whole warps; orders shared memory among them.
 CF_DEVICE void barrier_sync_aligned(i32 id, i32 threads) {
   asm volatile("barrier.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -139,6 +139,7 @@ CF_DEVICE void ld_shared_f32x2(float& x, float& y, u32 address) {
 CF_DEVICE float min_nan(float a, float b) { return a != a || a < b ? a : b; }
 
 CF_DEVICE float rcp_approx_ftz(float x) { return 1.0f / x; }
+CF_DEVICE double rcp_approx_ftz(double x) { return double_of(high_word(1.0 / x), 0); }
 CF_DEVICE float ex2_approx_ftz(float x) {
   const float r = __builtin_exp2f(x);
   return r < 0x1p-126f ? 0.0f : r;
