@@ -115,8 +115,7 @@ def _row(threads: int, occupancy: int, block_q: int, block_kv: int, bucket: int,
 
 # By kernel, bytes of the score type and options that a row is for (none, or any): the best first within a bucket of
 # head dims. What no row holds (much shared memory on small GPUs, options that take too many registers) is left to
-# simt. Rows for the same head dims give the same bits whatever the options, but for the forward of float64 with more
-# than 64 columns, where options take half the keys at once.
+# simt. Rows for the same head dims give the same bits whatever the options.
 PLAIN, ANY = "plain", "any"
 _ROWS = {
     ("forward", 4, PLAIN): tuple(_row(128, 2, 64, 32, bucket) for bucket in (32, 64, 128)),
@@ -152,12 +151,6 @@ _ROWS = {
         _row(128, 2, 64, 32, 32),
         _row(128, 2, 64, 32, 64),
         _row(256, 1, 128, 32, 128),
-        _row(128, 1, 64, 16, 128),
-    ),
-    ("forward", 8, ANY): (
-        _row(128, 2, 64, 32, 32),
-        _row(128, 2, 64, 32, 64),
-        _row(256, 1, 128, 16, 128),
         _row(128, 1, 64, 16, 128),
     ),
     ("backward_q", 8, PLAIN): (

@@ -74,11 +74,12 @@ template <int kRows, int kCols> struct TileAddends {
     return join();
   }
 
-  CF_DEVICE void add_to(Score (&s)[kRows][kCols]) const {
+  // To the scores from column entry `first` on.
+  template <int kAll> CF_DEVICE void add_to(Score (&s)[kRows][kAll], int first = 0) const {
     CF_UNROLL
     for (int u = 0; u < kRows; ++u) {
       CF_UNROLL
-      for (int w = 0; w < kCols; ++w) s[u][w] = with_addend(s[u][w], value[u][w]);
+      for (int w = 0; w < kCols; ++w) s[u][first + w] = with_addend(s[u][first + w], value[u][w]);
     }
   }
 };
