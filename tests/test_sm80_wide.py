@@ -236,9 +236,15 @@ def test_gradients_come_from_one_kernel_where_it_has_room():
     assert kernels_of(np.float32, 128, 86) == kernels_of(np.float64, 128, 80) == two
     slopes = {"alibi_slopes": np.ones(1, np.float32)}
     assert kernels_of(**slopes) == ("delta", "backward", "backward_addends", "sum_rows")
+    assert kernels_of(np.float64, **slopes) == ("delta", "backward", "sum_rows")
     assert kernels_of(arch=86, d=128, **slopes) == (*two, "backward_addends", "sum_rows")
     q, k, v = qkv(np, 2, 1, 8, 8, 64)
     assert cupyflash.plan(q[:1], k, v, arch=SM90, backward=True).kernels == two
+
+
+def beside(dtype):
+    """The kernel of gradients of shaped scores: the backward of doubles in one kernel has them itself."""
+    return set() if dtype == np.float64 else {"backward_addends"}
 
 
 def launched(machine):
@@ -257,7 +263,7 @@ def test_the_gradient_of_a_bias_that_was_not_broadcast_leaves_a_kernel_that_has_
     for options, kernels in (
         (lengths, {"backward"}),
         ({"causal": "top_left", "mask": mask, "dropout_p": 0.3, "dropout_seed": 5}, {"backward"}),
-        ({"softcap": 2.0, **lengths}, {"backward", "backward_addends"}),
+        ({"softcap": 2.0, **lengths}, {"backward"} | beside(dtype)),
     ):
         machine = Machine(compute_capability=SM90)
         check(q, k, v, via=vjp_on(machine), bias=bias, **options)
@@ -274,7 +280,7 @@ def test_gradients_of_what_is_added_to_scores_have_a_kernel_of_their_own(d, dtyp
     shaped = {"causal": "bottom_right", "softcap": 2.0, "alibi_slopes": slopes, "bias": bias}
     for options, kernels in (
         (alone, {"backward_addends"}),
-        (shaped | {"dropout_p": 0.3, "dropout_seed": 5}, {"backward", "backward_addends"}),
+        (shaped | {"dropout_p": 0.3, "dropout_seed": 5}, {"backward"} | beside(dtype)),
         ({"bias": bias[:1]}, {"backward", "backward_bias"}),
     ):
         machine = Machine(compute_capability=SM90)
@@ -284,9 +290,12 @@ def test_gradients_of_what_is_added_to_scores_have_a_kernel_of_their_own(d, dtyp
 
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_in_any_order_are_within_the_bound(dtype):
+@pytest.mark.parametrize("shaped", [False, True], ids=["plain", "shaped"])
+def test_sums_in_any_order_are_within_the_bound(shaped, dtype):
     q, k, v = qkv(np, 2, 4, 70, 150, 64, heads_kv=2, dtype=dtype)
-    check(q, k, v, via=vjp_on(Machine(compute_capability=SM90)), deterministic=False, causal="bottom_right")
+    options = {"softcap": 2.0, "alibi_slopes": normal(np, (4,), np.float32, 8)} if shaped else {}
+    options |= {"deterministic": False, "causal": "bottom_right"}
+    check(q, k, v, via=vjp_on(Machine(compute_capability=SM90)), **options)
 
 
 @needs_compiler

@@ -51,7 +51,8 @@ class Launches:
         by_sums = together and self.family == "sm80"  # dq leaves that kernel as sums
         self._reserve_rows(bool({"bias", "sinks"} & self.wrt) or not by_sums)
         owns_keys = together if self.family == "sm80_wide" else bool({"k", "v"} & self.wrt)
-        with_bias = "bias" in beside and owns_keys and self._is_unshaped()
+        has_all = together and self.family == "sm80_wide" and self.score_bytes == 8  # gradients of scores
+        with_bias = "bias" in beside and owns_keys and (has_all or self._is_unshaped())
         by_queries = beside if self._queries_keep_scores() else set()
         if by_sums:
             self._all_three()
@@ -63,7 +64,8 @@ class Launches:
             self._delta()
             self._keys_and_values(with_bias)
             self._queries({"q", "slopes"} & self.wrt - beside, by_queries)
-        self._addends(beside - by_queries - ({"bias"} if with_bias else set()))
+        done = ({"bias"} if with_bias else set()) | ({"slopes"} if has_all else set())
+        self._addends(beside - by_queries - done)
         if "bias" in self.wrt - beside:
             self._bias()
         return self._finished()

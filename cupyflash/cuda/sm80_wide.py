@@ -56,8 +56,12 @@ class Geometry(NamedTuple):
         elif kernel in BY_QUERIES:
             elements = (q + 2 * kv) * (d + e) + 2 * q
         else:
-            stages, sums = self.stages, self.stages if kernel == "backward" else 0
-            elements = (kv + stages * q) * (d + e) + kv * q * (1 + sums) + 2 * stages * q
+            # Weights and dA; of doubles in one kernel weights lie where dA will, and d(c)/d(a) may lie beside.
+            stages, in_one = self.stages, kernel == "backward"
+            beside = in_one and score_bytes == 8 and stages == 2
+            tiles = 1 if not in_one else 1 + stages if score_bytes == 4 else 4 if beside else 2
+            elements = (kv + stages * q) * (d + e) + kv * q * tiles + 2 * stages * q
+            elements += self.threads // 32 if beside else 0
         return score_bytes * elements + WORK_BYTES + ALIGNMENT_BYTES
 
     def for_dims(self, kernel: str, head_dim: int, head_dim_v: int) -> Geometry:

@@ -36,6 +36,7 @@ extern "C" __global__ void __launch_bounds__(kDeltaThreads) cupyflash_delta(cons
   if (p.call.turns == nullptr) return;
   u32* turns = static_cast<u32*>(p.call.turns);
   if (lane_index() == 0) turns[1 + number] = 0;
+  if (lane_index() == 0 && p.call.slope_rows != nullptr) static_cast<Score*>(p.call.slope_rows)[number] = Score(0);
   if (number == 0 && lane_index() == 0) turns[0] = 0;
   if (p.accumulate) return;
   const Rows<Element> dq = rows_of<Element>(p.call.dq, p.dq, item, head);

@@ -15,8 +15,11 @@
 //                                                # the pair
 //
 // Where exponentials are slow (double) second warps take their part of dq before they wait for P^T, and P^T crosses in
-// halves. With one place for a tile (kStages) dq of x comes after a barrier at its end, while x - 1 is on its way: first
-// warps alone copy it, so that second ones are done with their products when they stand at their adds.
+// halves, where dA^T will lie. With one place for a tile (kStages) dq of x comes after a barrier at its end, while x - 1 is
+// on its way: first warps alone copy it and take a quarter of dq, second ones the rest, and neither waits for the other.
+//
+// What is made of dS itself, the gradients of slopes and, under a softcap, of a bias, comes from here in double: d(c)/d(a)
+// crosses beside P^T, and dS takes its place in shared memory. Slopes are summed in turns as dq is.
 //
 // dq, zeros at first (prepost/delta.cu), is summed where it will stay: each warp adds its part, over all keys of the block.
 // In order (p.splits, heads that take turns, is not 0) a block adds to a tile after all blocks of earlier keys, so that
@@ -45,6 +48,8 @@
 //   P in halves, scale and lse in one instruction *                                     38.6 / 32.5, 38.2 / 32.2
 //   first warps alone copy; 64 queries in one place for D 64                            40.8 / 36.4, 40.4 / 36.3
 //   these in no order, and before them                41.3 / 37.3, 40.5 / 37.1;         38.4 / 33.1, 38.5 / 32.4
+//   another card: the same, in order / in none, full                                    39.7, 41.7 /    -, 37.9
+//   P where dA will lie, the two kinds of warps apart, in order / in none, full         40.0, 41.4 /    -, 39.8
 // * Taken back since: where scores reach 10^5 they must be rounded as the forward rounds them, or dv's error is 8 times
 // that of the plain computation.
 // A tile of D 128 takes 10240 cycles of the tensor cores. They were busy for 97 % of the time of products, 90 % of dq's,
@@ -55,6 +60,10 @@
 // 34.7 and 38.2); half of dq with the first ones 33.5; half of Q and dO on its way while the other half is read; both asked
 // for early, into L2; products of depth 16; 16 queries 31.9. At D 64: 128 keys and 16 queries 28.4, 32 keys and two blocks
 // 19.3 (both before). The order of axes in memory costs nothing.
+// On that card, in ms at D 128 in no order (32.9 before, 33.2 now, 31.7 for 32.4 in short runs): half of dq with the first
+// warps in parts of 16 rows 34.3, in parts of 32 33.0; all of it with second ones in parts of 32 33.6, of 16 32.7 for 33.3;
+// instructions of depth 16 33.5; a tile waited for by halves or quarters of its columns, products beginning with the first,
+// 32.7 and 37.0 for 31.7. Without adds 29.9, without exponentials 31.7. The card stands at its 700 W there.
 //
 // Options, times as multiples of the plain call's, float64, D 128 / 64 (2026-11-30, 16 heads, 4096 keys, all gradients):
 //                                      mask         bias         both         mask, softcap  mask, ALiBi  dropout
@@ -62,8 +71,12 @@
 //   loaded before the products, part by part where registers are few; the plain row of D 128 beside one of mask or bias
 //   and dropout; a thread stores the bias's gradient of one key
 //                                      1.12 / 1.31  1.19 / 1.46  1.25 / 1.49  1.46 / 1.72    1.90 / 1.83  1.07 / 1.31
+//   tanh without branches, no kernel of scores alone
+//                                      1.11 / 1.28  1.23 / 1.54  1.26 / 1.56  1.39 / 1.58    1.33 / 1.40  1.04 / 1.27
+// and in the two last rows bias, softcap 2.54 / 2.65, then 1.51 / 1.80; bias, ALiBi 2.10 / 2.00, then 1.49 / 1.58; softcap,
+// ALiBi 2.14 / 2.28, then 1.33 / 1.43.
 //
-// Shared memory: K, V, kStages tiles of Q and dO, P, lse and delta of as many, and dA, the block's work.
+// Shared memory: K, V, kStages tiles of Q and dO, dA, P or d(c)/d(a), lse and delta, sums for slopes, the block's work.
 #pragma once
 #include "sm80_wide/gradient_tile.cuh"
 #include "sm80_wide/store.cuh"
@@ -90,14 +103,26 @@ using Accumulator = Score[kR][kWideDim / 4];
 
 // Parts of the dq of a tile: some rows and a line of columns each.
 constexpr i32 kLines = kHeadDim / (8 * kChunk), kDqRows = kBlockQ / 16 * kLines >= 2 * kWarps ? 32 : 16;
-constexpr i32 kRowParts = kBlockQ / kDqRows, kParts = kRowParts * kLines;
+// With one place for a tile first warps take a quarter of dq, begin with the next tile and are at their exponentials while
+// second ones, who take the rest, multiply.
+constexpr bool kApart = kStages == 1;
+constexpr i32 kFirstLines = kLines / 4;
+// Doubles: P changes hands where dA will lie. Beside it there may be room for d(c)/d(a), and dS after it: then the gradients
+// of what is added to scores come from here.
+constexpr bool kInPlace = kSumsQueries && kSectors, kRoomBeside = kInPlace && kStages == 2;
+constexpr bool kShapes = kRoomBeside && kSoftcapOrAlibi;
+static_assert(!kInPlace || !kSoftcapOrAlibi || kShapes, "rows of one place are for other options");
+static_assert(!kSumsQueries || kPairRows == 16, "gradient_at has two rows of a lane");
 
 // Offsets in shared memory.
 constexpr i32 kWeightBytes = kPairRows * kBlockQ * sizeof(Score);
 constexpr i32 kAtV = TileK::kBytes, kAtQ = kAtV + TileV::kBytes, kAtO = kAtQ + kStages * TileQ::kBytes;
 constexpr i32 kAtSums = kAtO + kStages * TileO::kBytes;
-constexpr i32 kAtWeights = kAtSums + (kSumsQueries ? kStages * TileA::kBytes : 0);
-constexpr i32 kAtRows = kAtWeights + kPairs * kWeightBytes, kAtWork = kAtRows + 2 * kStages * kBlockQ * sizeof(Score);
+constexpr i32 kPlaces = kInPlace ? 2 : kStages, kPlaceBytes = kPlaces * TileA::kBytes;      // of dA
+constexpr i32 kAtWeights = kAtSums + (kSumsQueries ? kPlaceBytes : 0);                      // P, or d(c)/d(a)
+constexpr i32 kAtRows = kAtWeights + (kInPlace ? kRoomBeside * kPlaceBytes : kPairs * kWeightBytes);
+constexpr i32 kAtSlopes = kAtRows + 2 * kStages * kBlockQ * i32(sizeof(Score));
+constexpr i32 kAtWork = kAtSlopes + (kRoomBeside ? 2 * kPairs * i32(sizeof(Score)) : 0);
 static_assert(kAtWork + kWorkBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
 
 struct Backward {
@@ -118,7 +143,9 @@ struct Backward {
 
   CF_DEVICE u32 q_tile(i32 tile) const { return shared + kAtQ + u32(tile) % u32(kStages) * TileQ::kBytes; }
   CF_DEVICE u32 o_tile(i32 tile) const { return shared + kAtO + u32(tile) % u32(kStages) * TileO::kBytes; }
-  CF_DEVICE u32 a_tile(i32 tile) const { return shared + kAtSums + u32(tile) % u32(kStages) * TileA::kBytes; }
+  CF_DEVICE u32 a_tile(i32 tile) const { return shared + kAtSums + u32(tile) % u32(kPlaces) * TileA::kBytes; }
+  // Where pairs leave their sums of a tile for the slope's gradient.
+  CF_DEVICE u32 slopes_at(i32 tile) const { return shared + kAtSlopes + u32(tile) % 2u * (kPairs * sizeof(Score)); }
   // lse (0) or delta (1) of a tile.
   CF_DEVICE u32 row_numbers(i32 tile, i32 which) const {
     return shared + kAtRows + (u32(tile) % u32(kStages) * 2 + which) * kBlockQ * sizeof(Score);
@@ -155,7 +182,12 @@ struct Backward {
       TileK::template load<>(shared, work.k, work.first, work.sight.kv_length, p.head_dim);
       TileV::template load<>(shared + kAtV, work.v, work.first, work.sight.kv_length, p.head_dim_v);
     }
+    if constexpr (kApart) cp_async_commit_group();
     load_queries(work.tiles.stop - 1);
+    if constexpr (kApart) {
+      cp_async_wait_group<1>();
+      block_barrier();        // K and V are there
+    }
   }
 
   // Waits for a tile, and for dA of the one before; starts copies of the next.
@@ -163,7 +195,12 @@ struct Backward {
     const i32 thread = kMaskOrBias ? i32(opaque(thread_index())) : i32(thread_index());      // not kept beside addends
     const i32 which = thread / kBlockQ, own = thread % kBlockQ;
     if (which < 2) st_shared(row_numbers(tile, which) + own * i32(sizeof(Score)), fetched);
+    if (kApart && !first_of_pair()) return barrier_sync_aligned(kThere, kThreads);
     cp_async_wait_group<0>();
+    if constexpr (kApart) {      // first warps have copied it, and do not wait for second ones
+      barrier_arrive_aligned(kThere, kThreads);
+      return barrier_sync_aligned(kThere + 1, kThreads / 2);
+    }
     block_barrier();        // the tile is there for everyone; nobody reads the one before any more
     if (kStages == 2) load_queries(tile - 1);
   }
@@ -183,23 +220,59 @@ struct Backward {
     select<true>(x, work, col(), row, Score(0));
   }
 
-  // Where chunk c of part n of the weights lies, and the barrier at which it changes hands.
+  // The barriers at which part n of the weights changes hands, and at which second and first warps learn of a tile.
+  static CF_DEVICE i32 hand(int n) { return 1 + pair() + kPairs * n; }
+  static constexpr i32 kThere = 1 + kPairs * kHands;
+
+  // Where chunk c of part n of the weights lies, and where part n of dA does.
   CF_DEVICE u32 weights(int n, int c) const {
     return shared + kAtWeights + pair() * kWeightBytes + (n * (kR * kPartC / kChunk) + c) * 512 + lane_index() * 16;
   }
-  static CF_DEVICE i32 hand(int n) { return 1 + pair() + kPairs * n; }
+  CF_DEVICE u32 gradients(i32 tile, int n) const {
+    return first_gradient(a_tile(tile), n * kPartQ, pair() * kPairRows);
+  }
+  static CF_DEVICE void store(u32 places, const Part& x) {
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      CF_UNROLL
+      for (int w = 0; w < kPartC; ++w) st_shared(gradient_at(places, u, w), x[u][w]);
+    }
+  }
+
+  // Part n of the weights, from the first warp of a pair to the second.
+  CF_DEVICE void send(u32 places, int n, const Part& x) const {
+    if constexpr (kInPlace) return store(places, x);
+    CF_UNROLL
+    for (int c = 0; c < kR * kPartC / kChunk; ++c) {
+      Score chunk[kChunk];
+      CF_UNROLL
+      for (int y = 0; y < kChunk; ++y) chunk[y] = x[(c * kChunk + y) % kR][(c * kChunk + y) / kR];
+      st_shared_chunk(weights(n, c), chunk);
+    }
+  }
+  CF_DEVICE void receive(u32 places, int n, Part& x) const {
+    CF_UNROLL
+    for (int c = 0; c < kR * kPartC / kChunk; ++c) {
+      Score chunk[kChunk];
+      if constexpr (!kInPlace) ld_shared_chunk(chunk, weights(n, c));
+      CF_UNROLL
+      for (int y = 0; y < kChunk; ++y) {
+        const int u = (c * kChunk + y) % kR, w = (c * kChunk + y) / kR;
+        x[u][w] = kInPlace ? ld_shared<Score>(gradient_at(places, u, w)) : chunk[y];
+      }
+    }
+  }
 
   // What the first warp of a pair does with a tile: weights into shared memory and into dv.
   CF_DEVICE void give_weights(Accumulator& dv, i32 tile) const {
     const i32 row = tile * kBlockQ;
-    Scores s, derivative;
+    Scores s;
     Part parts[kHands];
     TileAddends<kR, kPartC> addends;           // of a part: those of the next come while one is weighed
     constexpr bool kEarly = !kSoftcapOrAlibi || sizeof(Score) == 4 || kHeadDim <= 64;      // where registers allow
     const auto load_addends = [&](int n) { addends.template load<true>(work, col(), row + n * kPartQ); };
     if constexpr (kMaskOrBias && kEarly) load_addends(kHands - 1);
     multiply_by_transposed<true>(s, shared + pair() * kPairRows * TileK::kRowBytes, q_tile(tile), read_q, p.head_dim);
-    scale_scores<true>(s, derivative, work, col(), row);
     if constexpr (kMaskOrBias && !kEarly) load_addends(kHands - 1);
     WarpDecay<Score> decay_of;
     const bool capped = kSoftcapOrAlibi && work.terms.softcap > Score(0);
@@ -213,6 +286,8 @@ struct Backward {
         CF_UNROLL
         for (int w = 0; w < kPartC; ++w) own[u][w] = s[u][n * kPartC + w];
       }
+      Part derivative;
+      scale_scores<true>(own, derivative, work, col(), row + n * kPartQ);
       if constexpr (kMaskOrBias) {
         addends.join();
         addends.add_to(own);
@@ -224,25 +299,21 @@ struct Backward {
         for (int w = 0; w < kPartC; ++w) own[u][w] = weight_by(own[u][w], own[u][w] - lse[w], decay_of);
       }
       hide(own, row + n * kPartQ);
+      const u32 places = gradients(tile, n);
       Part sent;
       CF_UNROLL
       for (int u = 0; u < kR; ++u) {
         CF_UNROLL
-        for (int w = 0; w < kPartC; ++w) sent[u][w] = capped ? own[u][w] * derivative[u][n * kPartC + w] : own[u][w];
+        for (int w = 0; w < kPartC; ++w) sent[u][w] = capped && !kShapes ? own[u][w] * derivative[u][w] : own[u][w];
       }
+      if (kShapes && capped) store(places + kPlaceBytes, derivative);
       if constexpr (kDropout) {
         for_kept<true>(own, work.dropout, col(), row + n * kPartQ, [&](int u, int w, bool kept) {
           own[u][w] = kept ? own[u][w] : Score(0);
           sent[u][w] = kept ? sent[u][w] : -sent[u][w];
         });
       }
-      CF_UNROLL
-      for (int c = 0; c < kR * kPartC / kChunk; ++c) {
-        Score chunk[kChunk];
-        CF_UNROLL
-        for (int x = 0; x < kChunk; ++x) chunk[x] = sent[(c * kChunk + x) % kR][(c * kChunk + x) / kR];
-        st_shared_chunk(weights(n, c), chunk);
-      }
+      send(places, n, sent);
       barrier_arrive_aligned(hand(n), 64);      // the weights are there; they will have been read at the next tile
     }
     CF_UNROLL
@@ -251,6 +322,7 @@ struct Backward {
 
   // What the second warp does: dA^T from them, into dk.
   CF_DEVICE void take_weights(Accumulator& dk, i32 tile) const {
+    Score slope = Score(0);
     Scores dp;
     multiply_by_transposed<false>(dp, shared + kAtV + pair() * kPairRows * TileV::kRowBytes, o_tile(tile), read_o,
                                   p.head_dim_v);
@@ -260,35 +332,65 @@ struct Backward {
     CF_UNROLL
     for (int n = kHands - 1; n >= 0; --n) {
       Part own;
+      const u32 places = gradients(tile, n);
       Score delta[kPartC];
       read_row_numbers(delta, tile, 1, n);
       barrier_sync_aligned(hand(n), 64);      // as above
+      receive(places, n, own);
       CF_UNROLL
-      for (int c = 0; c < kR * kPartC / kChunk; ++c) {
-        Score chunk[kChunk];
-        ld_shared_chunk(chunk, weights(n, c));
+      for (int u = 0; u < kR; ++u) {
         CF_UNROLL
-        for (int x = 0; x < kChunk; ++x) {
-          const int u = (c * kChunk + x) % kR, w = (c * kChunk + x) / kR;
-          const Score derivative = dp[u][n * kPartC + w];
-          const bool kept = !kDropout || !has_sign(chunk[x]);
+        for (int w = 0; w < kPartC; ++w) {
+          const Score weight = own[u][w], derivative = dp[u][n * kPartC + w];
+          const bool kept = !kDropout || !has_sign(weight);
           const Score gain = kDropout ? (kept ? derivative * kept_scale : Score(0)) - delta[w] : derivative - delta[w];
-          own[u][w] = score_gradient(kDropout ? absolute(chunk[x]) : chunk[x], gain);
+          own[u][w] = score_gradient(kDropout ? absolute(weight) : weight, gain);
         }
       }
       hide(own, tile * kBlockQ + n * kPartQ);
-      if constexpr (kSumsQueries) {
-        CF_UNROLL
-        for (int u = 0; u < kR; ++u) {
-          const i32 column = key_place(pair() * kPairRows + fragment_row(u));
-          CF_UNROLL
-          for (int w = 0; w < kPartC; ++w) {
-            st_shared(a_tile(tile) + TileA::element_place(n * kPartQ + score_col(w), column), own[u][w]);
-          }
-        }
-      }
+      if constexpr (kShapes) shape(own, slope, places, tile * kBlockQ + n * kPartQ);
+      if constexpr (kSumsQueries) store(places, own);
       multiply<true>(dk, own, q_tile(tile) + n * kPartQ * TileQ::kRowBytes, sum_q);
     }
+    if (kShapes && p.call.slope_rows != nullptr) {
+      slope = Lanes<1, 32>::sum(slope);
+      if (lane_index() == 0) st_shared(slopes_at(tile) + pair() * i32(sizeof(Score)), slope);
+    }
+  }
+
+  // dS of a part becomes dA. The slope's gradient and, where scores are capped, a bias's are of dS itself.
+  CF_DEVICE void shape(Part& own, Score& slope, u32 places, i32 row) const {
+    const bool capped = work.terms.softcap > Score(0);
+    CF_UNROLL
+    for (int u = 0; u < kR; ++u) {
+      CF_UNROLL
+      for (int w = 0; w < kPartC; ++w) {
+        if (p.call.slope_rows != nullptr) slope = fused(-distance<true>(work, col(), row, u, w), own[u][w], slope);
+        if (!capped) continue;
+        const u32 at = gradient_at(places, u, w) + kPlaceBytes;
+        const Score derivative = ld_shared<Score>(at);
+        if (kMaskOrBias) st_shared(at, own[u][w]);
+        own[u][w] *= derivative;
+      }
+    }
+  }
+
+  // A tile's part of the slope's gradient goes to its first row, on top of what the blocks of earlier keys have left.
+  CF_DEVICE void sum_slopes(i32 tile) const {
+    if (p.call.slope_rows == nullptr || tile >= work.tiles.stop) return;
+    if (thread_index() == kThreads / 2) {
+      if (const u32 before = earlier(tile); before > 0) wait_for_count(turn_of(tile), before);
+      Score sum = Score(0);
+      CF_UNROLL
+      for (i32 n = 0; n < kPairs; ++n) sum += ld_shared<Score>(slopes_at(tile) + n * i32(sizeof(Score)));
+      red_add(static_cast<Score*>(p.call.slope_rows) + row_number(p, work.item, work.head, tile * kBlockQ), sum);
+    }
+    warp_barrier();
+  }
+
+  CF_DEVICE void store_bias(i32 tile) const {
+    const bool capped = kShapes && work.terms.softcap > Score(0);
+    BiasGradient{p, work}.store(tile, a_tile(tile) + (capped ? kPlaceBytes : 0));
   }
 
   // A count for each tile of queries, at the number of its first row.
@@ -303,21 +405,29 @@ struct Backward {
     return u32(larger(work.first / kBlockKV - keys.start / kBlockKV, 0));
   }
 
-  // The warp's part of dq of a tile: dA k, added to what the blocks of earlier keys have left.
-  CF_DEVICE void sum_queries(i32 tile) const {
-    if (tile >= work.tiles.stop) return;
+  // Lines [first, last) of dq of a tile, of which warp `warp` of `warps` takes its part: dA k, added to what the blocks of
+  // earlier keys have left.
+  template <i32 kRows> CF_DEVICE void sum_lines(i32 tile, i32 first, i32 last, i32 warp, i32 warps) const {
+    constexpr i32 kRowParts = kBlockQ / kRows;
+    if (tile >= work.tiles.stop || first == last) return;
     const u32 before = earlier(tile), seen = before > 0 ? load_relaxed(turn_of(tile)) : 0;
     CF_UNROLL_1
-    for (i32 part = warp_index(); part < kParts; part += kWarps) {
-      const i32 row = part % kRowParts * kDqRows, line = part / kRowParts;
-      Score dq[kDqRows / 8][2 * kChunk];
+    for (i32 part = warp; part < kRowParts * (last - first); part += warps) {
+      const i32 row = part % kRowParts * kRows, line = first + part / kRowParts;
+      Score dq[kRows / 8][2 * kChunk];
       multiply_line<kBlockKV / 16>(dq, a_tile(tile) + row * TileA::kRowBytes, read_a, shared, line, sum_k);
-      if (part < kWarps && seen < before) wait_for_count(turn_of(tile), before);
+      if (part < warps && seen < before) wait_for_count(turn_of(tile), before);
       warp_barrier();          // no lane adds before its turn
       const Rows<Element> rows = rows_of<Element>(p.call.dq, p.dq, work.item, work.head);
       finish_by(dq, Score(p.call.scale));
       add_line(dq, rows, tile * kBlockQ + row, work.sight.q_length, line * 8 * kChunk, p.head_dim);
     }
+  }
+  CF_DEVICE void sum_queries(i32 tile) const {
+    if constexpr (kShapes) sum_slopes(tile);
+    if constexpr (!kApart) return sum_lines<kDqRows>(tile, 0, kLines, warp_index(), kWarps);
+    const bool first = first_of_pair();
+    sum_lines<16>(tile, first ? 0 : kFirstLines, first ? kFirstLines : kLines, pair(), kPairs);
   }
 
   // Says that the block has added its share of a tile; all warps have done so and met since.
@@ -339,14 +449,14 @@ struct Backward {
           else take_weights(acc, tile);
           block_barrier();        // dA is there; nobody reads the tile any more
           load_queries(tile - 1);
-          if constexpr (kWritesBias) BiasGradient{p, work}.store(tile, a_tile(tile));
+          if constexpr (kWritesBias) store_bias(tile);
           sum_queries(tile);
         }
       } else {
         CF_UNROLL_1
         for (i32 tile = work.tiles.stop - 1; tile >= work.tiles.start - (kSumsQueries ? 1 : 0); --tile) {
           next_tile(tile);
-          if constexpr (kWritesBias) BiasGradient{p, work}.store(tile + 1, a_tile(tile + 1));
+          if constexpr (kWritesBias) store_bias(tile + 1);
           if (tile >= work.tiles.start) {
             if (first_of_pair()) give_weights(acc, tile);
             else take_weights(acc, tile);

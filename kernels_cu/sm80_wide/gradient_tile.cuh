@@ -6,14 +6,24 @@
 using TileA = Tile<kBlockQ, kSumsQueries ? kBlockKV : 32>;      // dA, the keys of a row in the order of key_place
 
 // The column of a key in a row of TileA: the slots of a lane in one step lie where ColumnReader reads them.
-CF_DEVICE i32 key_place(i32 key) {
+CF_DEVICE constexpr i32 key_place(i32 key) {
   if (!kSectors) return key / 16 * 16 + 4 * (key % 8 / 2) + key % 16 / 8 * 2 + key % 2;
   return key / 16 * 16 + 4 * (key % 16 / 8 * 2 + key % 4 / 2) + key % 8 / 4 * 2 + key % 2;
 }
 
-// The gradient of a bias that was not broadcast is dA itself, where there is no softcap: it leaves with the tile's dq, and
-// what no query sees is written as zeros. backward_launches.py says when p.call.dbias is given.
-constexpr bool kWritesBias = kSumsQueries && kMaskOrBias && !kSoftcapOrAlibi;
+// Where a lane's entry (0, 0) of the part at (row, key) lies, sixteen keys wide, and entry (u, w) from there: rows and
+// keys change bits of the place.
+CF_DEVICE u32 first_gradient(u32 tile, i32 row, i32 key) {
+  const i32 lane = i32(opaque(lane_index()));      // not kept
+  return tile + TileA::element_place(row + lane % 4 * 2, key_place(key + lane / 4));
+}
+CF_DEVICE u32 gradient_at(u32 start, int u, int w) {
+  return (start ^ (w % 2 * 64) ^ (u * (key_place(8) * i32(sizeof(Score))))) + (w / 2 * 8 + w % 2) * TileA::kRowBytes;
+}
+
+// The gradient of a bias that was not broadcast is dS, without softcap dA itself: it leaves with the tile's dq, and what no
+// query sees is written as zeros. backward_launches.py says when p.call.dbias is given.
+constexpr bool kWritesBias = kSumsQueries && kMaskOrBias && (!kSoftcapOrAlibi || kSectors);
 
 struct BiasGradient {
   const Params& p;
