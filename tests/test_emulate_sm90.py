@@ -10,6 +10,7 @@ from emulated import needs_compiler, vjp_on
 from support import DTYPES, NEG_INF, check, normal, qkv
 
 from cupyflash.cuda.emulate import Machine
+from cupyflash.dropout import dropout_mask
 
 pytestmark = needs_compiler
 
@@ -143,3 +144,19 @@ def test_masks_and_biases_of_any_width_in_any_order_of_threads(d, n):
     ):
         machine = Machine("checked", compute_capability=90, seed=n)
         check(q, k, v, via=vjp_on(machine), backward=False, **options)
+
+
+@pytest.mark.parametrize(("d", "n"), [(64, 64), (128, 128), (256, 200)])
+def test_bits_of_whole_groups_are_the_published_ones(d, n):
+    """Equal weights and values of one-hot rows: what is not 0 has been kept. Two key tiles or more."""
+    options = {"dropout_p": 0.2, "dropout_seed": 0xFEDCBA9876543210, "dropout_offset": 2**32 - 1}
+    origin = (2**32 - 3, 2**31 - 160, 2**31 - 4096)
+    machine = Machine("plain", compute_capability=90)
+    q, k = (np.zeros((1, 2, length, d), BFLOAT16) for length in (130, 3 * n))
+    for first in (0, n, 2 * n):
+        v = np.zeros((1, 2, 3 * n, d), BFLOAT16)
+        v[..., first : first + n, :n] = np.eye(n)
+        out, _ = machine.attention(q, k, v, **options, dropout_origin=origin)
+        part = (origin[0], origin[1], origin[2] + first)
+        expected = dropout_mask((1, 2, 130, n), 0.2, options["dropout_seed"], 2**32 - 1, part)
+        np.testing.assert_array_equal(out[..., :n] != 0, expected)

@@ -8,9 +8,10 @@
 #include "attn/rows.cuh"
 
 struct Words { u32 word[4]; };
+constexpr u32 kFactor0 = 0xD2511F53u, kFactor1 = 0xCD9E8D57u, kKeyStep0 = 0x9E3779B9u, kKeyStep1 = 0xBB67AE85u;
 
 CF_DEVICE Words philox_round(const Words& c, u32 key0, u32 key1) {
-  const u64 x = u64(0xD2511F53u) * c.word[0], y = u64(0xCD9E8D57u) * c.word[2];
+  const u64 x = u64(kFactor0) * c.word[0], y = u64(kFactor1) * c.word[2];
   return {{u32(y >> 32) ^ c.word[1] ^ key0, u32(y), u32(x >> 32) ^ c.word[3] ^ key1, u32(x)}};
 }
 
@@ -18,21 +19,41 @@ CF_DEVICE Words philox4x32_7(Words counter, u32 key0, u32 key1) {
   CF_UNROLL
   for (int round = 0; round < 7; ++round) {
     counter = philox_round(counter, key0, key1);
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
+    key0 += kKeyStep0;
+    key1 += kKeyStep1;
   }
   return counter;
 }
 
-// At several counters in step: each round waits for the one before.
-template <int kCount> CF_DEVICE void philox_in_step(Words (&counter)[kCount], u32 key0, u32 key1) {
+// At several counters in step: each round waits for the one before. The keys are of round kFrom, the first to be done.
+template <int kFrom = 0, int kCount> CF_DEVICE void philox_in_step(Words (&counter)[kCount], u32 key0, u32 key1) {
   CF_UNROLL
-  for (int round = 0; round < 7; ++round) {
+  for (int round = kFrom; round < 7; ++round) {
     CF_UNROLL
     for (int n = 0; n < kCount; ++n) counter[n] = philox_round(counter[n], key0, key1);
-    key0 += 0x9E3779B9u;
-    key1 += 0xBB67AE85u;
+    key0 += kKeyStep0;
+    key1 += kKeyStep1;
   }
+}
+
+// The first three rounds, whose six products need not all be found for each call: one is the same for all, one depends on
+// the row's word of the counter alone, three on the column's. What either gives, and what comes of both by the last product.
+struct RowPart { u32 high, low; };
+
+CF_DEVICE RowPart row_part(const Words& c, u32 key0, u32 key1) {
+  const u64 y = u64(kFactor1) * c.word[2], x = u64(kFactor0) * (u32(y >> 32) ^ c.word[1] ^ key0);
+  return {u32(x >> 32) ^ (key1 + kKeyStep1), u32(x)};
+}
+
+CF_DEVICE Words column_part(const Words& c, u32 key0, u32 key1) {
+  const u64 x = u64(kFactor0) * c.word[0], y = u64(kFactor1) * (u32(x >> 32) ^ c.word[3] ^ key1);
+  const u64 z = u64(kFactor0) * (u32(y >> 32) ^ kFactor1 * c.word[2] ^ (key0 + kKeyStep0));
+  return {{u32(x), u32(y) ^ (key0 + 2 * kKeyStep0), u32(z >> 32) ^ (key1 + 2 * kKeyStep1), u32(z)}};
+}
+
+CF_DEVICE Words after_three_rounds(const RowPart& row, const Words& column) {
+  const u64 y = u64(kFactor1) * (row.high ^ column.word[0]);
+  return {{u32(y >> 32) ^ column.word[1], u32(y), column.word[2] ^ row.low, column.word[3]}};
 }
 
 struct DropoutStream {

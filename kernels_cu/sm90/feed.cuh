@@ -6,8 +6,27 @@
 constexpr i32 kLead = 3;        // key tiles that are still to be loaded when the next piece of work is asked for
 static_assert(kThreads == 128 * (kConsumers + 1), "a producer and the consumers");
 
+// Dropout: what Philox makes of the columns of a key tile, for all rows. Comes and goes with the tile's values.
+template <bool kAny> struct ColumnParts {
+  CF_DEVICE u32 columns_at(u32, i32) const { return 0; }
+  CF_DEVICE void fill_columns(u32, const DropoutStream&, i32) {}
+};
+template <> struct ColumnParts<true> {
+  alignas(16) u32 column_parts[kStagesV][kBlockKV / 4][4];         // by counter
+
+  CF_DEVICE u32 columns_at(u32 stage, i32 n) const { return shared_address(column_parts[stage][n]); }
+  CF_DEVICE void fill_columns(u32 stage, const DropoutStream& stream, i32 col) {
+    for (i32 n = thread_index() % 32; n < kBlockKV / 4; n += 32) {
+      Words counter = stream.counter_of(0, u32(col + stream.origin_j));
+      counter.word[0] += n;
+      st_shared_128(columns_at(stage, n), column_part(counter, stream.key0, stream.key1).word);
+    }
+    warp_barrier();                            // all lanes have written: one may say so
+  }
+};
+
 // Ready barriers end a phase when what they are named after may be read, free barriers when all have read it.
-struct Control {
+struct Control : ColumnParts<kDropout> {
   u64 work_wanted, work_ready[kWorkSlots], work_free[kWorkSlots], q_ready[kQStages], q_free[kQStages];
   u64 k_ready[kStages], k_free[kStages], v_ready[kStagesV], v_free[kStagesV];
   u64 addends_ready[kConsumers][kPlaces], addends_free[kConsumers][kPlaces];
@@ -35,7 +54,7 @@ CF_DEVICE void initialise(Control& control) {
   fence_mbarrier_init();
 }
 
-// ---- producers: a thread each; the scheduler is sm90/pipeline.cuh's
+// ---- producers: a thread each, a warp for values beside dropout; the scheduler is sm90/pipeline.cuh's
 
 struct Producer {
   const TensorMaps& maps;
@@ -45,6 +64,9 @@ struct Producer {
   Ring<kStages> k{0, 1};
   Ring<kStagesV> v{0, 1};
 
+  // Values have a warp beside dropout, else a thread.
+  static CF_DEVICE bool leads() { return !kDropout || thread_index() % 32 == 0; }
+
   CF_DEVICE void load_k(const Work& work, i32 n) {
     mbarrier_try_wait_parity(barrier(control.k_free, k.stage), k.parity);        // all consumers have read the stage
     const u32 to = tiles + kKAt + k.stage * kKBytes;
@@ -53,8 +75,10 @@ struct Producer {
   }
   CF_DEVICE void load_v(const Work& work, i32 n) {
     mbarrier_try_wait_parity(barrier(control.v_free, v.stage), v.parity);
+    control.fill_columns(v.stage, work.dropout, n * kBlockKV);
     const u32 to = tiles + kVAt + v.stage * kVBytes;
-    load_tile<kBlockKV, kPanelsV>(to, maps.v, barrier(control.v_ready, v.stage), n * kBlockKV, work.head_kv, work);
+    const u32 ready = barrier(control.v_ready, v.stage);
+    if (leads()) load_tile<kBlockKV, kPanelsV>(to, maps.v, ready, n * kBlockKV, work.head_kv, work);
     v.advance();
   }
   CF_DEVICE void load_q(const Work& work) {
@@ -89,7 +113,8 @@ template <bool kValues> CF_DEVICE void produce(const TensorMaps& maps, Control& 
     mbarrier_try_wait_parity(shared_address(&control.work_ready[slot.stage]), slot.parity);
     if (work.number < 0) break;
     if (kValues) producer.load_values(work); else producer.load_queries_and_keys(work);
-    mbarrier_arrive(shared_address(&control.work_free[slot.stage]));
+    if (kValues && kDropout) warp_barrier();   // all lanes have read
+    if (Producer::leads()) mbarrier_arrive(shared_address(&control.work_free[slot.stage]));
     slot.advance();
   }
 }

@@ -347,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup_index() == 0) {
     setmaxnreg_dec<kProducerRegisters>();
     if (thread_index() == 0) produce<false>(maps, control, tiles);
-    if (thread_index() == 64) produce<true>(maps, control, tiles);
+    if (kDropout ? thread_index() / 32 == 2 : thread_index() == 64) produce<true>(maps, control, tiles);
     if (thread_index() == 32) schedule<kLead>(p, launch, control);
     if (kMaskOrBias && thread_index() == 96) produce_addends(p, maps, control, tiles + kAddendsAt);
   } else {

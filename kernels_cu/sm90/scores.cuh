@@ -150,24 +150,46 @@ CF_DEVICE bool in_groups(const DropoutStream& stream) {
   return stream.aligned() && stream.threshold >= 0x8000u && stream.threshold <= 0xffffu;
 }
 
+// What that wants to know of a piece of work, found once.
+struct Dropping {
+  bool grouped;
+  u32 key0, key1;                              // of the fourth round
+  u32 most, shift;
+  RowPart part;
+};
+
+// row: this thread's first.
+CF_DEVICE Dropping dropping_of(const DropoutStream& stream, i32 row) {
+  Dropping by{};
+  if constexpr (kDropout) {
+    by.grouped = in_groups(stream);
+    by.key0 = uniform(stream.key0 + 3 * kKeyStep0), by.key1 = uniform(stream.key1 + 3 * kKeyStep1);
+    by.most = (stream.threshold - 1) * 0x10001u, by.shift = (0x8000u - stream.threshold & 0xffffu) * 0x10001u;
+    by.part = row_part(stream.counter_of(u32(row + stream.origin_i), 0), stream.key0, stream.key1);
+  }
+  return by;
+}
+
 // weights: a tile of them, rounded; a pair has its bits in one word. With 16 random bits u and the threshold T, larger
 // (u, T - 1) + 0x8000 - T is 0x7fff for a weight that is kept and, as signed number, negative for one that is dropped.
-CF_DEVICE void drop_pairs(u32* weights, const DropoutStream& stream, i32 row, i32 col) {
+// columns: where the part of the calls for this thread's first columns lies; the next are 64 bytes apart.
+CF_DEVICE void drop_pairs(u32* weights, const Dropping& by, u32 columns) {
   constexpr int kBlocks = kBlockKV / 16;
   constexpr int kAtOnce = kBlocks % 4 == 0 ? 4 : kBlocks % 3 == 0 ? 3 : kBlocks % 5 == 0 ? 5 : kBlocks;
-  const u32 most = (stream.threshold - 1) * 0x10001u, shift = (0x8000u - stream.threshold & 0xffffu) * 0x10001u;
-  Words counter = stream.counter_of(u32(row + stream.origin_i), u32(col + stream.origin_j));
   CF_UNROLL
   for (int block = 0; block < kBlocks; block += kAtOnce) {
     Words words[kAtOnce];
     CF_UNROLL
-    for (int n = 0; n < kAtOnce; ++n) words[n] = counter, words[n].word[0] += 4 * n;
-    philox_in_step(words, stream.key0, stream.key1);
-    counter.word[0] += 4 * kAtOnce;
+    for (int n = 0; n < kAtOnce; ++n) {
+      Words column;
+      ld_shared_128(column.word, columns + 64 * (block + n));
+      words[n] = after_three_rounds(by.part, column);
+    }
+    philox_in_step<3>(words, by.key0, by.key1);
     CF_UNROLL
     for (int n = 0; n < 4 * kAtOnce; ++n) {                               // word 2 a + b: rows + 8 a, columns + 8 b
       u32& pair = weights[4 * block + n / 4 * 4 + 2 * (n % 2) + n % 4 / 2];
-      pair = add_min_relu_s16x2(max_u16x2(words[n / 4].word[n % 4], most), shift, pair);
+      pair = add_min_relu_s16x2(max_u16x2(words[n / 4].word[n % 4], by.most), by.shift, pair);
     }
   }
 }

@@ -6,14 +6,13 @@
 struct ShapedSteps : Warpgroup {
   Ring<kPlaces> addends_ring{0, 0};
 
-  CF_DEVICE void drop_rounded(Operand& weights, const Work& work, i32 col) const {
-    if constexpr (kDropout) {
-      if (in_groups(work.dropout)) drop_pairs(weights, work.dropout, row_of(work), col);
-    }
+  // Values must be there, for with them comes what is known of their columns.
+  CF_DEVICE void drop_rounded(Operand& weights, const Dropping& dropping) const {
+    if (kDropout && dropping.grouped) drop_pairs(weights, dropping, control.columns_at(v_ring.stage, thread % 4));
   }
-  CF_DEVICE void drop_others(Scores& s, const Work& work) const {
+  CF_DEVICE void drop_others(Scores& s, const Work& work, const Dropping& dropping) const {
     if constexpr (kDropout) {
-      if (!in_groups(work.dropout)) drop(s, work.dropout, row_of(work), col());
+      if (!dropping.grouped) drop(s, work.dropout, row_of(work), col());
     }
   }
 
@@ -130,20 +129,20 @@ struct ShapedSteps : Warpgroup {
   }
 
   // S of the step; O += P V of the one before runs on.
-  CF_DEVICE void shaped_products(Scores& s, Operand& weights, const Work& work) {
+  CF_DEVICE void shaped_products(Scores& s, Operand& weights, const Dropping& dropping) {
     wait_k();
     wait_for_turn();
     scores(s);
-    drop_rounded(weights, work, col());
     wait_v();
+    drop_rounded(weights, dropping);
     output(weights);
     pass_turn();
   }
-  CF_DEVICE void use_weights(Scores& s, const Work& work, const float (&sums)[2]) {
+  CF_DEVICE void use_weights(Scores& s, const Work& work, const Dropping& dropping, const float (&sums)[2]) {
     free_k();
     softmax.l[0] += sums[0];
     softmax.l[1] += sums[1];
-    drop_others(s, work);
+    drop_others(s, work, dropping);
   }
 
   // From S of the first key tile to the weights of the last. Where a step is not to be steady, or turns out not to be
@@ -155,13 +154,14 @@ struct ShapedSteps : Warpgroup {
     const bool cap = capped(work);
     const bool masked = kMaskOrBias && mask_comes(p, work.addends);
     Course course = course_of(work, bias, steady_from, steady_to);
+    const Dropping dropping = dropping_of(work.dropout, row_of(work));
     wait_addends();
     bool again = false;
     float sums[2];
     CF_UNROLL_1
     while (true) {
       const bool moved = weigh_carefully(s, work, bias, n < steady_from, n >= steady_to, again, sums);
-      use_weights(s, work, sums);
+      use_weights(s, work, dropping, sums);
       free_addends(bias);
       to_operand(weights, s);
       if (moved) rescale();
@@ -169,7 +169,7 @@ struct ShapedSteps : Warpgroup {
       if (!kOutApart && step == last) free_results(work);
       CF_UNROLL_1
       for (--step; step >= first; --step) {
-        shaped_products(s, weights, work);
+        shaped_products(s, weights, dropping);
         n = course.tile(step);
         const Line line(course, n, softmax.fast);
         wait_addends();
@@ -182,7 +182,7 @@ struct ShapedSteps : Warpgroup {
           finish_output();
           break;
         }
-        use_weights(s, work, sums);
+        use_weights(s, work, dropping, sums);
         free_addends(bias);
         finish_output();                       // only now may the weights change
         to_operand(weights, s);
@@ -190,6 +190,7 @@ struct ShapedSteps : Warpgroup {
       }
       if (step < first) break;
     }
-    drop_rounded(weights, work, col());
+    if (kDropout) wait_v();
+    drop_rounded(weights, dropping);
   }
 };
