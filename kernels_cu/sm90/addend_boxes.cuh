@@ -78,6 +78,19 @@ template <class Use> CF_DEVICE void for_wide_bias(const AddendPlace& tile, Use u
   }
 }
 
+// use(entry, whether the mask allows it) for all of a thread's entries.
+template <class Use> CF_DEVICE void for_mask(const AddendPlace& tile, Use use) {
+  const i32 thread = i32(opaque(thread_index() % 128)), lane = thread % 32, row = thread / 32 * 16 + lane / 4;
+  const u32 from[2] = {tile.mask + swizzled<kMaskBox>(row) + lane % 4 * 2,
+                       tile.mask + swizzled<kMaskBox>(row + 8) + lane % 4 * 2};
+  CF_UNROLL
+  for (int n = 0; n < kScores / 2; ++n) {
+    const int j = n / 2;
+    const u32 pair = ld_shared_u16((from[n % 2] ^ (j / 2 * 16)) + j % 2 * 8);
+    use(2 * n, (pair & 0xffu) != 0), use(2 * n + 1, pair >> 8 != 0);
+  }
+}
+
 CF_DEVICE void apply_mask(Scores& s, const AddendPlace& tile, const Params& p, const Addends& a, i32 row) {
   const i32 thread = i32(opaque(thread_index() % 128)), lane = thread % 32;
   hide_scores(

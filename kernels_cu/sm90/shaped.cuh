@@ -102,7 +102,7 @@ struct ShapedSteps : Warpgroup {
           for (int n = 0; n < kScores; ++n) s[n] = times(s[n], cap_of(n));
           factor = 1.0f;
         }
-        together = masked && bias == Bias::kOwn;
+        together = masked && bias != Bias::kFloat;
         if (has_mask(p) && !together) apply_mask(s, tile, p, work.addends, row_of(work));
       }
       if (!kMaskOrBias && cap) {

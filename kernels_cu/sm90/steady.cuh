@@ -54,7 +54,7 @@ struct Steady {
   const Line& line;
   const AddendPlace& tile;
 
-  // factor(n): of product n. kMasked: biases come with a mask.
+  // factor(n): of product n. kMasked: with a mask, which is in biases before they are added.
   template <bool kSloped, Bias kBias, bool kMasked = false, class Factor>
   CF_DEVICE void weigh(Scores& s, float (&sums)[2], Factor factor) const {
     const auto weigh_one = [&](int n, float term) {
@@ -67,6 +67,11 @@ struct Steady {
       for_bias<kMasked>(tile, with_bias);
     } else if constexpr (kBias == Bias::kFloat) {
       for_wide_bias(tile, with_bias);
+    } else if constexpr (kMasked) {
+      for_mask(tile, [&](int n, bool allowed) {
+        if (!allowed) s[n] = -Limits<float>::infinity();
+        weigh_one(n, term(n));
+      });
     } else {
       CF_UNROLL
       for (int n = 0; n < kScores; ++n) weigh_one(n, term(n));
@@ -78,6 +83,7 @@ struct Steady {
       if (bias == Bias::kOwn && masked) return weigh<kSloped, Bias::kOwn, true>(s, sums, factor);
       if (bias == Bias::kOwn) return weigh<kSloped, Bias::kOwn>(s, sums, factor);
       if (bias == Bias::kFloat) return weigh<kSloped, Bias::kFloat>(s, sums, factor);
+      if (masked) return weigh<kSloped, Bias::kNone, true>(s, sums, factor);
     }
     weigh<kSloped, Bias::kNone>(s, sums, factor);
   }
