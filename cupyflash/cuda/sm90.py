@@ -177,7 +177,7 @@ SHAPED = (
 NARROW_DROPOUT = _row(64, 64, 128, 128, stages=3)
 # Beside a mask and a bias, which want shared memory and registers: keys of a tile, and bytes of a row of a box of the
 # bias; by head dim.
-WITH_ADDENDS = {64: (128, 128), 96: (96, 64), 128: (96, 64), 192: (64, 128), 256: (48, 32)}
+WITH_ADDENDS = {64: (128, 128), 96: (96, 64), 128: (96, 64), 192: (64, 128), 256: (48, 128)}
 
 
 def _beside_addends(row: Geometry, shaped: bool, dropout: bool) -> Geometry:
