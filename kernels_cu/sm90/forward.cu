@@ -128,8 +128,39 @@
 //   bias + softcap       2.14   1.95     2.38   2.13   1.64   1.80
 //   bias + dropout       2.37   1.99     3.12   2.41   2.04   1.74
 //
+// Of the six products in Philox's first three rounds three depend on the column alone (attn/dropout.cuh). The producer of
+// values, a warp beside dropout, lays down what they give with each tile, 16 bytes for each of the column's counters: a
+// thread multiplies 72 times for 128 keys, not 98 times, and has 261 instructions between two products, not 322. By the
+// compiler's stall counts these take 394 clk, not 630; 460 while keys, limits and the row's part were looked up for each
+// tile. Masks without a bias hide under the exponentials, not before them. At head dim 256 a bias comes in boxes of 128
+// bytes, not 32. Times of plain scores in three runs, before and since, 2026-11-30 (-: not measured):
+//
+//                        128             64            256
+//   dropout 0.1          1.85   1.61     2.07   1.70   1.47   1.43
+//   mask + dropout       2.35   1.98     2.65   2.18   2.03   1.78
+//   bias + dropout       2.01   1.95     2.46   2.13   1.91   1.75
+//   softcap + dropout    2.00   1.88     2.51   2.24   1.75   1.72
+//   ALiBi + dropout      1.83   1.65     2.19   1.90   1.53   1.44
+//   mask                 1.51   1.41     1.67   1.50   1.31   1.26
+//   mask + ALiBi         1.68   1.61     1.95   1.71   -      -
+//   mask + softcap       2.12   1.97     2.45   2.29   1.77   -
+//   bias + softcap       1.97   2.06     2.18   2.23   1.84   -     (the same instructions, placed otherwise)
+//   bias                 -      -        -      -      1.47   1.30
+//
+// Time over that of the above, where not said otherwise, at 128 and 64:
+//
+//   words drawn under the exponentials, pairs beside them     dropout 1.08  1.11; + mask 1.12  0.97; + bias 0.97  0.98
+//     spread over them by false dependencies                  dropout 1.02  1.09; + mask 1.05  1.02; + bias 1.02  1.02
+//   high and low halves by two instructions                   dropout 0.98  1.04; + mask 1.01  1.01
+//   no turns (masks still before the exponentials)            dropout 1.01  1.19; + mask 0.95  0.95; + bias 1.10  1.09
+//   192 x 80 for 128 x 128 (as that)                          dropout -     1.10; + softcap -     1.18
+//   a mask as what scores are accumulated on                  mask 1.02  1.07; + ALiBi 1.05  1.07
+//   a softcap's exponents formed before masks and biases      mask + softcap 1.13  0.97; bias + softcap 0.98  1.01
+//
+// Beside products a wide multiplication and its LOP3 take 14 clk of a warp, without them 6; the high half alone 14; DFMA 10.
+//
 // By count, multiprocessors read 4.3 GB of keys and values at head dim 128, 2.1 GB of biases, 1.1 GB of masks. A thread
-// has, for 96 keys, 144 instructions of plain weights; a mask 122 more, a bias 108, both 258, Philox 280.
+// has, for 96 keys, 144 instructions of plain weights; a mask 122 more, a bias 108, both 258, Philox 280 (since: 200).
 //
 // Clocks of a step of one warp at head dim 128, by %clock: ALiBi 2350, of which weights 1160; softcap 2940 and 1530;
 // dropout 3990, weights 1170 and Philox 1370; mask + bias (96 keys) 3180, weights 1430 and the way of the next 450 to
