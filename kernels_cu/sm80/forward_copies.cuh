@@ -34,13 +34,17 @@ struct Place {
   Interval whole[kWarps];          // keys that every query of a warp sees
   AddendSource addends;
 
+  // How many heads of queries have keys and values that the L2 cache holds.
+  static CF_DEVICE u32 heads_together(const Params& p) {
+    const i64 bytes_each = i64(p.seqlen_k) * (p.head_dim + p.head_dim_v) * 2;
+    const u32 held = u32(kHeldBytes) / u32(clamp(bytes_each, kHeldBytes >> 16, kHeldBytes));
+    return u32(smaller(i64(p.heads_q / p.heads_kv) * held, i64(points(p.own)) * p.heads_q));
+  }
+
   CF_DEVICE void begin(const Params& p) {
     const i32 tiles = ceil_div(p.seqlen_q, kBlockQ), splits = kSplit ? p.splits : 1;
-    const i64 bytes_each = larger(i64(1), i64(p.seqlen_k) * (p.head_dim + p.head_dim_v) * 2);      // of keys and values
-    const i64 held = i64(p.heads_q / p.heads_kv) * clamp(kHeldBytes / bytes_each, i64(1), i64(1) << 16);
-    const u32 owners = points(p.own), together = u32(smaller(held, i64(owners) * p.heads_q));
     const TileWork work = p.call.right < kUnbounded
-        ? longest_first(block_index(), tiles, splits, p.heads_q, owners, together)
+        ? longest_first(block_index(), tiles, splits, p.heads_q, points(p.own), heads_together(p))
         : tile_work(block_index(), tiles, splits, p.heads_q, false);
     item = item_at(p, work.own, 0);
     sight = visibility_of(p, item);
