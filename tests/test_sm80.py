@@ -161,6 +161,22 @@ def test_pairs_of_warps_that_share_rows(name, monkeypatch):
     assert machine.launched[0].geometry.paired
 
 
+@needs_compiler
+@pytest.mark.parametrize("hidden", [np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_scores_that_are_no_numbers_under_a_mask_are_never_seen(dim, hidden, monkeypatch):
+    """Sums of weights tell the forward that a score under an addend of -inf became NaN."""
+    monkeypatch.setattr(families, "FORCED", "sm80")
+    q, k, v = qkv(np, 1, 1, 40, 150, dim, dtype=BFLOAT16)
+    k[..., 20:60, :] = hidden
+    mask = np.ones((40, 150), bool)
+    mask[:, 20:60] = False
+    mask[7] = False
+    bias = np.where(mask, 0.25, -np.inf).astype(np.float32)
+    for options in ({"mask": mask}, {"bias": bias}, {"mask": mask, "bias": bias, "softcap": 3.0}):
+        check(q, k, v, via=vjp_on(Machine(compute_capability=90)), backward=False, **options)
+
+
 def backward_of(m, n, *dims, seed=0, workers=0, heads=(2, 1), batch=1, **options):
     """The gradients of a call in the emulation, and the kernels that ran."""
     q, k, v = qkv(np, batch, heads[0], m, n, *dims, heads_kv=heads[1], dtype=BFLOAT16)

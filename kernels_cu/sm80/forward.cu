@@ -110,8 +110,7 @@ struct Forward : Copies {
   // What the exponentials of the step at `col` are taken of: products if scores are plain, else scores; selected.
   CF_DEVICE void begin(Scores& s, i32 col) {
     multiply_scores(s, col, [](int) {});
-    Scores unused;
-    if constexpr (!kPlainScores) rules.scale(s, unused, row, col, u32(opaque(staging)));
+    if constexpr (!kPlainScores) rules.scale_in_haste(s, row, col, u32(opaque(staging)));
     select(s, col);
   }
 
