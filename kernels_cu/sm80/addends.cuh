@@ -176,7 +176,7 @@ CF_DEVICE void join_staged(float (&s)[kRows][kCols], u32 staged, Join join) {
         first = ld_shared_f32(at);
         second = ld_shared_f32(at + kRow * 4);
       } else {
-        ld_shared_f32x2(first, second, staged + (fragment_row(u) * Staging<4 * kCols>::kRow + fragment_col(w)) * 4);
+        ld_shared_f32x2(first, second, staged + (fragment_row(u) * Staging<kStep>::kRow + fragment_col(w)) * 4);
       }
       join(s[u][w], first);
       join(s[u][w + 1], second);

@@ -28,6 +28,9 @@
 // under a causal mask 0.320, 0.939, 3.457 to 0.317, 0.930, 3.420; D 128 0.415, 1.469 to 0.408, 1.462, causal 0.254, 0.784 to 0.256,
 // 0.778. Of the 54500 clocks of a block at D 64 and L 1024, 1900 find its place, 2300 start the first copies, 1700 wait for them
 // and 4000 write results; at D 256, one block a multiprocessor, 1600, 2200, 3400 and 5600 of 101400.
+// A mask or a bias in parts of a step (2026-11-30, ms, L 4096; mask, bias, both): D 128 3.155, 3.255, 3.403 to 3.065, 3.158, 3.308,
+// D 256 mask 3.732 to 3.670, D 64 3.713, 3.779, 4.066 to 3.715, 3.809, 4.103; plain steps so D 64 1.763 to 1.810, D 128 1.469 to
+// 1.575: four votes instead of one are what it costs.
 // ALiBi with 128 queries a block instead of 64 at D 128, steps of 64 keys instead of 32 at D 64: 1.92 to 1.46 and 1.72 to
 // 1.55 times the plain forward.
 //
@@ -46,7 +49,11 @@
 
 static_assert(kPlainScores && !kDropout || !kAhead, "only plain scores are taken ahead of time, and nothing is dropped");
 static_assert(kPlainScores && !kDropout && !kAhead && !kHeld && !kSplit || !kPaired, "pairs have the plain form alone");
+// A step with a mask or a bias is taken in parts of 16 keys where head dims are large.
+constexpr bool kInParts = kMaskOrBias && !kSoftcapOrAlibi && !kDropout && kHeadDim > 64;
+constexpr i32 kPart = 16;
 using Scores = float[kR][kC];
+using Part = float[kR][kPart / 4];
 using OwnV = Tile<kBlockKV, kOwnCols>;      // the columns of V that a warp takes
 
 struct Forward : Copies {
@@ -90,7 +97,8 @@ struct Forward : Copies {
     pair_barrier();
   }
 
-  template <class Meanwhile> CF_DEVICE void multiply_scores(Scores& s, i32 col, Meanwhile meanwhile) const {
+  template <int kCols, class Meanwhile>
+  CF_DEVICE void multiply_scores(float (&s)[kR][kCols], i32 col, Meanwhile meanwhile) const {
     const auto load = [&](u32(&left)[kR / 2][4], int k) {
       CF_UNROLL
       for (int t = 0; t < kR / 2; ++t) {
@@ -114,7 +122,7 @@ struct Forward : Copies {
     select(s, col);
   }
 
-  CF_DEVICE void select(Scores& s, i32 col) const {
+  template <int kCols> CF_DEVICE void select(float (&s)[kR][kCols], i32 col) const {
     if (sees_all(col)) return;
     RowBounds::of_query(at.sight, row).select(s, col, -Limits<float>::infinity());
   }
@@ -150,6 +158,42 @@ struct Forward : Copies {
     return true;
   }
 
+  // The same part by part, each of which joins the output at once: the weights of the next one stand among its products. The
+  // first key that was not taken, from which the warp must do it again; the end of the step if there is none.
+  CF_DEVICE i32 in_parts(const Scores& s, i32 col) {
+    CF_UNROLL
+    for (int first = 0; first < kStep; first += kPart) {
+      Part part;
+      float sum[kR], all = 0.0f;
+      CF_UNROLL
+      for (int u = 0; u < kR; ++u) {
+        const float reference = weights.negative_reference(u);
+        CF_UNROLL
+        for (int w = 0; w < kPart / 4; ++w) {
+          part[u][w] = ex2_approx_ftz(fused(s[u][first / 4 + w], factor, reference));
+          sum[u] = w == 0 ? part[u][w] : sum[u] + part[u][w];
+        }
+        all += sum[u];
+      }
+      if (vote_any(!(all <= kLargestSum))) return col + first;
+      CF_UNROLL
+      for (int u = 0; u < kR; ++u) weights.l[u] += sum[u];
+      accumulate(part, col + first);
+    }
+    return col + kStep;
+  }
+
+  // The keys from `from` of the step that ends at `stop`, by the rows' true maxima.
+  CF_DEVICE void take_exactly(i32 from, i32 stop) {
+    CF_UNROLL_1
+    for (; from < stop; from += kPart) {
+      Part s;
+      multiply_scores(s, from, [](int) {});
+      exact(s, from, staging + (from - stop + kStep) * 4);
+      accumulate(s, from);
+    }
+  }
+
   // Where a pair leaves the weights of the step that `col` lies in, and then each warp whether it takes the step again.
   CF_DEVICE u32 exchange(i32 col) const {
     return q_tile + kAtPairs + (i32(warp_index()) / kParts * 2 + col / kStep % 2) * kPairBytes;
@@ -183,10 +227,10 @@ struct Forward : Copies {
     }
   }
 
-  // Products become weights by the rows' true maxima.
-  CF_DEVICE void exact(Scores& s, i32 col) {
-    Scores unused;
-    rules.scale(s, unused, row, col, staging);
+  // Products become weights by the rows' true maxima; their addends lie at `staged`.
+  template <int kCols> CF_DEVICE void exact(float (&s)[kR][kCols], i32 col, u32 staged) {
+    float unused[kR][kCols];
+    rules.scale(s, unused, row, col, staged);
     select(s, col);
     float rescale[kR];
     weights.update(s, rescale);
@@ -194,7 +238,7 @@ struct Forward : Copies {
     if constexpr (kDropout) {
       Words words[kR / 2];
       CF_UNROLL
-      for (int w = 0; w < kC; w += 4) {
+      for (int w = 0; w < kCols; w += 4) {
         CF_UNROLL
         for (int u = 0; u < kR; ++u) {
           dropper.for_alignment([&](auto aligned) { drop(s, words[u / 2], u / 2 * 2, u % 2, w, col, aligned); });
@@ -204,14 +248,14 @@ struct Forward : Copies {
   }
 
   // Dropped weights of row half a of the group at (u, w) become 0; a goes 0, 1, and `words` is kept in between.
-  template <bool kAligned>
-  CF_DEVICE void drop(Scores& s, Words& words, int u, int a, int w, i32 col, Aligned<kAligned> aligned) const {
+  template <int kCols, bool kAligned>
+  CF_DEVICE void drop(float (&s)[kR][kCols], Words& words, int u, int a, int w, i32 col, Aligned<kAligned> aligned) const {
     if (a == 0) words = dropper.words_at(row + 8 * u, col + 4 * w, aligned);
     CF_UNROLL
     for (int x = 0; x < 4; ++x) s[u + a][w + x] = dropper.drops(words, a, x) ? 0.0f : s[u + a][w + x];
   }
 
-  CF_DEVICE void accumulate(const Scores& s, i32 col) {
+  template <int kCols> CF_DEVICE void accumulate(const float (&s)[kR][kCols], i32 col) {
     if constexpr (kPaired) {
       Operand<kR / 2, kStep> left;
       CF_UNROLL
@@ -220,9 +264,9 @@ struct Forward : Copies {
       }
       multiply<OwnV, kStep>(out, left, v_tile(col / kBlockKV), read_v, col % kBlockKV);
     } else {
-      Operand<kR / 2, kOwnStep> rounded;
+      Operand<kR / 2, 4 * kCols> rounded;
       round_to(rounded, s);
-      multiply<OwnV, kOwnStep>(out, rounded, v_tile(col / kBlockKV), read_v, col % kBlockKV);
+      multiply<OwnV, 4 * kCols>(out, rounded, v_tile(col / kBlockKV), read_v, col % kBlockKV);
     }
   }
 
@@ -233,7 +277,7 @@ struct Forward : Copies {
     const bool done = more ? optimistic<true>(s, next, col) : optimistic<false>(s, next, col);
     if (!done) {
       multiply_scores(s, col, [](int) {});
-      exact(s, col);
+      exact(s, col, staging);
     }
     accumulate(s, col);
     if (more) select(next, col + kStep);
@@ -248,10 +292,11 @@ struct Forward : Copies {
   CF_DEVICE void step(Scores& s, i32 col) {
     if (!kPlainScores || col != warp_start) begin(s, own(col));
     if (!kPlainScores && col == warp_start) weights.begin(s, 1.0f);
+    if constexpr (kInParts) return take_exactly(in_parts(s, col), col + kStep);
     if (!optimistic<false>(s, s, own(col))) {
       if constexpr (kPaired) raise_to_others(s, col);
       multiply_scores(s, own(col), [](int) {});
-      exact(s, own(col));
+      exact(s, own(col), staging);
       if constexpr (kPaired) leave(s, own(col)), pair_barrier();
     }
     accumulate(s, col);
