@@ -162,6 +162,20 @@ def test_pairs_of_warps_that_share_rows(name, monkeypatch):
 
 
 @needs_compiler
+@pytest.mark.parametrize("name", PAIRS_OF_WARPS)
+@pytest.mark.parametrize("dtype", [np.dtype(np.float16), BFLOAT16], ids=str)
+def test_long_steps(dtype, name, monkeypatch):
+    """Steps of 128 keys; where they must be taken again that is done in parts."""
+    monkeypatch.setattr(families, "FORCED", "sm80")
+    q, k, v = qkv(np, 1, 2, 140, 300, 64, 40 if name == "causal" else 64, dtype=dtype)
+    if name == "large scores":
+        q = (q.astype(np.float32) * 100).astype(q.dtype)
+    machine = Machine(compute_capability=90)
+    check(q, k, v, via=vjp_on(machine), backward=False, **PAIRS_OF_WARPS[name])
+    assert machine.launched[0].geometry.step == 128
+
+
+@needs_compiler
 @pytest.mark.parametrize("hidden", [np.nan, np.inf, 3e38])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_scores_that_are_no_numbers_under_a_mask_are_never_seen(dim, hidden, monkeypatch):

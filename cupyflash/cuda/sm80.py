@@ -176,8 +176,8 @@ _BACKWARD = (
 )
 _ROWS = {
     ("forward", PLAIN): (
-        _row(128, 2, 128, 128, 64, 64)._replace(held=True),
-        _row(128, 2, 128, 64, 64, 64)._replace(held=True),
+        _row(128, 2, 128, 128, 64, 64),
+        _row(128, 2, 128, 64, 64, 64),
         _row(128, 2, 128, 64, 64, 128),
         _row(128, 2, 128, 32, 32, 128),
         _row(256, 1, 128, 64, 64, 256)._replace(paired=True),
@@ -293,6 +293,7 @@ TABLE |= {
 }
 # By kernel and options: what is faster on 9.0 than the first of the rows above.
 _ON_90 = {
+    ("forward", (False, False, False)): (_row(128, 2, 128, 128, 128, 64),),
     ("forward", (False, True, False)): (_row(128, 2, 128, 64, 64, 64), _row(128, 2, 128, 64, 32, 128)),
     ("forward", (False, True, True)): (_row(128, 2, 128, 64, 64, 64), _row(128, 2, 128, 64, 32, 128)),
     ("backward", (True, False, False)): (_row(256, 1, 64, 128, 64, 64),),

@@ -20,6 +20,7 @@ COMBINED_COLS = 32  # of a warp that joins runs
 KEYS_A_RUN, MANY_RUNS = 512, 8  # twice as many keys where they make so many runs
 KEYS_A_QUERY = 8  # with fewer keys for each query there are query tiles enough
 STEP_WITH_ADDENDS = 32  # at most: with more a multiprocessor holds one block
+LONG_STEP = 64  # steps of more keys leave no registers for queries, which shorter ones on 9.0 do
 HALF_SHARED = 113 * 1024  # shared memory of a block of which a multiprocessor with 227 KiB holds two
 
 
@@ -39,6 +40,7 @@ def cut(geometry: Geometry) -> Geometry:
         block_q=64,
         block_kv=block_kv,
         step=min(geometry.step, block_kv, STEP_WITH_ADDENDS if geometry.addends else block_kv),
+        held=geometry.held or geometry.step > LONG_STEP,
         paired=False,
         split=True,
     )

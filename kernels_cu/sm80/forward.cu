@@ -28,6 +28,19 @@
 // under a causal mask 0.320, 0.939, 3.457 to 0.317, 0.930, 3.420; D 128 0.415, 1.469 to 0.408, 1.462, causal 0.254, 0.784 to 0.256,
 // 0.778. Of the 54500 clocks of a block at D 64 and L 1024, 1900 find its place, 2300 start the first copies, 1700 wait for them
 // and 4000 write results; at D 256, one block a multiprocessor, 1600, 2200, 3400 and 5600 of 101400.
+// Steps of 128 keys at D 64, not of 64 with queries in registers (2026-11-30, ms, L 1024, 4096): 0.497, 1.783 to 0.479, 1.657, under
+// a causal mask 0.321, 0.952 to 0.317, 0.904. Measured with 24 bytes spilled; what
+// removed them since, exact steps in parts and one address for queries and values, was compiled alone.
+//
+// What limits it at D 64, L 4096 (2026-11-30): each partition has two warps, and in 62 % of its clocks neither can issue; tensor
+// pipe 50 % busy, issue slots 37 %, shared memory 34 %. mma.sync takes 6 clocks whichever operand is kept from one to the next,
+// 9 beside one exponential (with its FFMA and FADD) each. A warp waits where it votes: without the vote (unsafe) 1.783 to 1.613, in
+// steps of 128 keys 1.567; without the block's barriers (wrong) 1.706. So the exponentials were laid among products: in parts of 16
+// keys, products one part ahead, queries in registers 1.759 to 1.989; O += P V one part later, too, 1.868; two parts later, so that
+// nobody waits for the vote, 1.753, and 1.656 in steps of 128 keys (no spills, 226 registers), at L 16384 6.922 to 6.338 and causal
+// 3.434 to 3.218, but at L 1024 0.497 to 0.504 and 0.322 to 0.347: at its end each step drains, and the first reference was dear.
+// Pairs at D 256 that take their own weights before they wait for the other's: 1.668 to 1.694, at L 1024 0.462 to 0.467.
+//
 // A mask or a bias in parts of a step (2026-11-30, ms, L 4096; mask, bias, both): D 128 3.155, 3.255, 3.403 to 3.065, 3.158, 3.308,
 // D 256 mask 3.732 to 3.670, D 64 3.713, 3.779, 4.066 to 3.715, 3.809, 4.103; plain steps so D 64 1.763 to 1.810, D 128 1.469 to
 // 1.575: four votes instead of one are what it costs.
@@ -52,6 +65,9 @@ static_assert(kPlainScores && !kDropout && !kAhead && !kHeld && !kSplit || !kPai
 // A step with a mask or a bias is taken in parts of 16 keys where head dims are large.
 constexpr bool kInParts = kMaskOrBias && !kSoftcapOrAlibi && !kDropout && kHeadDim > 64;
 constexpr i32 kPart = 16;
+// Registers are scarce in long steps: they are taken again in parts, and one address leads to queries and values.
+constexpr bool kLong = kStep > 64;
+static_assert(kPlainScores && !kDropout && !kPaired && !kAhead && !kHeld || !kLong, "long steps have the plain form alone");
 using Scores = float[kR][kC];
 using Part = float[kR][kPart / 4];
 using OwnV = Tile<kBlockKV, kOwnCols>;      // the columns of V that a warp takes
@@ -106,11 +122,19 @@ struct Forward : Copies {
           CF_UNROLL
           for (int n = 0; n < 4; ++n) left[t][n] = own_q.word[k][t][n];
         } else {
-          ldmatrix_x4(left[t], read_q.block(q_tile, 16 * t, 16 * k));
+          ldmatrix_x4(left[t], query_block(16 * t, 16 * k));
         }
       }
     };
     multiply_by_transposed<TileK, kHeadDim>(s, load, k_tile(col / kBlockKV), read_k, col % kBlockKV, meanwhile);
+  }
+
+  // Where the lane reads a block of the warp's queries.
+  CF_DEVICE u32 query_block(i32 row, i32 col) const {
+    if constexpr (!kLong) return read_q.block(q_tile, row, col);
+    Reader<TileQ, true> read;
+    read.start = read_v.start;      // rows of a warp begin at a multiple of 8
+    return read.block(q_tile + tile_row() * 128, row, col);
   }
 
   CF_DEVICE bool sees_all(i32 col) const { return at.whole[warp_index()].covers(col, col + kOwnStep); }
@@ -294,6 +318,7 @@ struct Forward : Copies {
     if (!kPlainScores && col == warp_start) weights.begin(s, 1.0f);
     if constexpr (kInParts) return take_exactly(in_parts(s, col), col + kStep);
     if (!optimistic<false>(s, s, own(col))) {
+      if constexpr (kLong) return take_exactly(col, col + kStep);
       if constexpr (kPaired) raise_to_others(s, col);
       multiply_scores(s, own(col), [](int) {});
       exact(s, own(col), staging);
