@@ -157,7 +157,12 @@
 //   a mask as what scores are accumulated on                  mask 1.02  1.07; + ALiBi 1.05  1.07
 //   a softcap's exponents formed before masks and biases      mask + softcap 1.13  0.97; bias + softcap 0.98  1.01
 //
-// Beside products a wide multiplication and its LOP3 take 14 clk of a warp, without them 6; the high half alone 14; DFMA 10.
+// Clocks that an instruction takes of a warp, one a partition and 64 chains, alone and beside products of another
+// warpgroup: FFMA 1.7 to 2.3, 3.3; FADD 1.7, 2.9; EX2 8.7, 11.8; LOP3 2.8, 5.3; IADD 2.2, 4.7; F2FP 3.5, 6.5; IMAD.WIDE
+// 7.5, 24 (with its LOP3, many warps: 6, 14); DFMA 2, 10. Beside products of 64 columns from shared memory, which take all
+// its bandwidth, FFMA 4.9, LOP3 6.9. FFMA and EX2 of one warp add up. So a score's plain weights take 14 clk, not 9.5, a
+// softcap's 18 to 22, not 12. By the same marks a step of plain scores is 2141 clk at head dim 128, products for 2048 of
+// them, of a softcap 3062, of dropout (before) 4045, all at 1480 to 1510 MHz: the card stands at its 700 W.
 //
 // By count, multiprocessors read 4.3 GB of keys and values at head dim 128, 2.1 GB of biases, 1.1 GB of masks. A thread
 // has, for 96 keys, 144 instructions of plain weights; a mask 122 more, a bias 108, both 258, Philox 280 (since: 200).
@@ -177,6 +182,7 @@
 //   sums as a tree after the exponentials               softcap 1.02
 //   softcap: no turns; 192 x 80; 192 x 64               1.06; 1.01; 1.01; at 64, two consumers in turns 1.12
 //   softcap: references of 0, so no maxima (bfloat16)   0.99, 0.98 at 1024 keys; values of 2^56 would overflow
+//   a turn that ends when S is there                    plain 1.25; softcap, ALiBi, dropout 0.99 to 1.01
 //   head dim 256: 4 of 16 steps' queries in registers   1.00 at 4096 and 16384 keys; weights by 8 there: 1.00
 //
 // What did not help: key tiles of 80 at head dim 256; three consumers at head dim 128 (192 x 64, 192 x 80: 0.92 to
