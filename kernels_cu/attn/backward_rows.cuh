@@ -1,6 +1,7 @@
 // Workspaces of a backward that owns keys and hands gradients of queries on: where they lie.
 //
-//   row_stats   lse of the rows of a query tile, in base 2 (natural in sm90_wide), then their delta - dlse
+//   row_stats   lse of the rows of a query tile, in base 2, then their dlse - delta: a gain is dP and this. In sm90_wide
+//               natural, and delta - dlse
 //   dq_sums     unscaled gradients of queries, in blocks of kRowBlock rows, each in the order of wgmma's fragments
 //   turns       counters: kTickets of them for launches as a whole, then one a query tile
 //

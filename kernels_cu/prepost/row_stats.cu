@@ -94,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(kStatsThreads, 4) cupyflash_row_sta
   if (p.call.dlse != nullptr) delta -= dlse;
   float* of_tile = row_stats_of(p, item, head) + 2 * (row / tile_rows * tile_rows) + row % tile_rows;
   of_tile[0] = seen ? times(lse_for_backward(lse), 1.4426950408889634f) : Limits<float>::infinity();
-  of_tile[tile_rows] = lse == -Limits<float>::infinity() ? 0.0f : delta;      // where nothing was seen dlse may be -inf
+  of_tile[tile_rows] = lse == -Limits<float>::infinity() ? 0.0f : -delta;      // where nothing was seen dlse may be -inf
   if (p.call.row_delta != nullptr && row < p.seqlen_q) {
     static_cast<float*>(p.call.row_delta)[row_number(p, item, head, row)] = delta;
   }

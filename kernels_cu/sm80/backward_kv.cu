@@ -11,14 +11,14 @@ static_assert(kPairsEnd + 128 == kSharedBytes, "the launch gives as much, and ro
 static_assert(2 * kBlockQ <= kThreads, "a thread fetches one of lse or delta");
 
 struct Backward : Pair {
-  float fetched;      // lse or delta of the next tile
+  float fetched;      // lse or -delta of the next tile
 
   CF_DEVICE void fetch_stats(i32 x) {
     const i32 me = thread_index(), i = pass.at(x).row + me % kBlockQ, head = pass.at(x).head;
     if (me < kBlockQ) fetched = -negative_lse_of(p, pass.item, head, i, pass.sight.q_length);
     if (me / kBlockQ != 1) return;
     const float* row_delta = static_cast<const float*>(p.call.row_delta) + row_number(p, pass.item, head, i);
-    fetched = i < pass.sight.q_length ? *row_delta : 0.0f;
+    fetched = i < pass.sight.q_length ? -*row_delta : 0.0f;
   }
 
   // Walks all queries; `acc` is dv in the first warp of a pair and dk in the second.

@@ -63,7 +63,7 @@ struct Pair {
     const i32 stage = pair * kWeightStages + step % kWeightStages;
     return shared + (kKeysInRegisters ? kAtV : kAtFlags) + stage * 256 + lane_index() * 8;
   }
-  CF_DEVICE u32 row_stats(i32 x) const { return shared + kAtRows + u32(x) % 2u * (2 * kBlockQ * 4); }      // lse, delta
+  CF_DEVICE u32 row_stats(i32 x) const { return shared + kAtRows + u32(x) % 2u * (2 * kBlockQ * 4); }      // lse, -delta
 
   CF_DEVICE i32 col() const { return pass.col() + pair * kPairRows; }      // the first key of the pair
 
@@ -235,9 +235,9 @@ struct Pair {
     meanwhile();
     const float kept_scale = kDropout ? dropout_scale<float>(p) : 1.0f;
     const u32 delta_at = row_stats(x) + (kBlockQ + step_row + fragment_col(0)) * 4;
-    float delta[kC];
+    float less_delta[kC];
     CF_UNROLL
-    for (int w = 0; w < kC; w += 2) ld_shared_f32x2(delta[w], delta[w + 1], delta_at + w / 2 * 32);
+    for (int w = 0; w < kC; w += 2) ld_shared_f32x2(less_delta[w], less_delta[w + 1], delta_at + w / 2 * 32);
     barrier_sync_aligned(1 + pair, 64);      // as above
     const Flags flags = take_flags(x, step_row);
     CF_UNROLL
@@ -249,8 +249,8 @@ struct Pair {
       for (int x4 = 0; x4 < 8; ++x4) {
         const int u = 2 * t + x4 / 2 % 2, w = 4 * k + x4 / 4 * 2 + x4 % 2;
         const float weight = convert<float>(Element{u16(words[x4 / 2] >> (x4 % 2 * 16))});
-        float gain = dp[u][w] - delta[w];
-        if constexpr (kDropout) gain = flags.drops(n, x4 / 2, x4 % 2) ? -delta[w] : fused(dp[u][w], kept_scale, -delta[w]);
+        float gain = dp[u][w] + less_delta[w];
+        if constexpr (kDropout) gain = flags.drops(n, x4 / 2, x4 % 2) ? less_delta[w] : fused(dp[u][w], kept_scale, less_delta[w]);
         dp[u][w] = score_gradient(weight, gain);
       }
     }

@@ -126,6 +126,28 @@
 //
 // Programmatic dependent launch after row_stats (griddepcontrol.wait before all reads, or only before its results): 1 us a
 // launch, 1.003 on average of 14 cells from 1024 to 16384 keys.
+//
+// What a tile without edges executes, 658 (head dim 64) and 491 (128) instructions a thread, became 544 and 395: gains
+// begin as -delta in dP's accumulators, whether there is an edge is one comparison, edges are bits of a word, places and
+// parities stand in registers, descriptors are one sum, dO comes with Q, and turns say that dA is there. Time of the above
+// divided by its own, in any order and in turn together (H200, 2026-11-30; the first row of two runs, which differ by
+// 0.015, at 1024 keys by 0.04):
+//
+//                                                        head dim 64                      head dim 128
+//                                             1024c 1024 4096c 4096 16kc 16k    1024c 1024 4096c 4096 16kc 16k
+//   all of it                                  1.04 0.99 1.01 0.99 1.00 0.99     1.01 1.00 1.02 1.01 1.01 1.01
+//     -delta read twice, not copied            0.98 0.97 0.94 0.92 0.93 0.94     1.00 1.01 1.03 1.01 1.01 1.01
+//     read under the scores before             1.01 0.98 1.00 0.97 0.98 0.98     1.00 0.99 0.99 0.96 0.97 0.97
+//       turns until the share is written       1.02 0.98 0.98 1.00 0.97 0.98     1.00 0.97 0.98 0.97 0.97 0.99
+//       until the next scores are started      1.00 0.94 0.92 0.93 0.88 0.90     0.94 0.88 0.87 0.84 0.86 0.88
+//       until these are there                  0.99 0.90 0.89 0.88 0.86 0.88     0.92 0.86 0.86 0.81 0.82 0.86
+//
+// So instructions are not what counts. Clock marks at 4096 keys, in any order, 4.0k clk a tile (head dim 64), 3.6k (128):
+// weights 1060 and 630, dP awaited and gradients 330 and 270, turn awaited and dv dq dk started 820 and 480, share 510 and
+// 650, next scores started 630 and 970, and there after 340 and 370 more. The consumers are 700 clk apart, the length of a
+// turn, so that products meet products and weights meet weights. Turns until the next scores part them by 1200 and 1400 and
+// the weights of 128 take 455, but then those scores wait 800 to 1300 clk for queries, which two stages hold too late. Not
+// measured: such turns with three stages of queries, and places that are freed as soon as dk is there.
 #include "sm90/backward_consumer.cuh"
 #include "sm90/backward_shares.cuh"
 
@@ -150,49 +172,52 @@ struct Consumer : ConsumerBase {
   // Where the walk stands. It is kept here, and whatever else does not change from tile to tile: between two products
   // every look into shared memory takes its time.
   i32 head, tile, left;                    // of the query tile; how many there are from it on
-  i32 first, last, q_length;
-  Interval whole;
-  u32 step;                                // number of the next dA: one for every tile, one of zeros for every piece of work
-  bool inside;                             // there was a tile before in this piece of work
+  i32 first, last;
+  i32 wanting;                             // shares are handed on while less tiles are left: not of none before the first
+  i32 plain, plains;                       // the first tile without edges, and how many there are
+  Cursor at;                               // of the tile: what `ring` says
+  Cursor step{0, 1};                       // of the next dA, as its place becomes free: one for every tile and piece of work
+  u32 units;                               // where tiles lie, as descriptors name it
+  u32 own_gradients;                       // where the thread stores dA, if registers allow to keep it
 
-  // Descriptors are made where they are needed: registers are few.
-  CF_DEVICE u64 own_keys(u32 at) const { return descriptor(tiles + at, 16) + number * (64 * 128 >> 4); }
-  CF_DEVICE u64 queries(u32 at, const Ring<kStages>& of) const { return descriptor(tiles + at, 16) + of.stage() * (kQueryBytes >> 4); }
-  CF_DEVICE u64 queries_by_rows(u32 at) const { return descriptor(tiles + at, kBlockQ * 128) + ring.stage() * (kQueryBytes >> 4); }
-  CF_DEVICE u64 gradients(u32 step) const {
-    return descriptor(tiles + kGradientAt, kBlockKV * 128) + (step % 2 * kGradientBytes + (kSplitRows ? number * kBlockKV * 128 : 0)) / 16;
+  // Descriptors are made where they are needed: registers are few. One sum each: of `descriptor` the lower half, whose
+  // parts do not meet, and the upper one, which is the same for all.
+  CF_DEVICE u64 operand(u32 from, u32 stride, u32 more) const {
+    return (descriptor(0, 0) >> 32 << 32) | u64(units + (from / 16 + (stride / 16 << 16)) + more);
+  }
+  CF_DEVICE u64 own_keys(u32 from) const { return operand(from, 16, number * (64 * 128 / 16)); }
+  CF_DEVICE u64 queries(u32 from, const Cursor& of) const { return operand(from, 16, of.at * (kQueryBytes / 16)); }
+  CF_DEVICE u64 queries_by_rows(u32 from) const { return operand(from, kBlockQ * 128, at.at * (kQueryBytes / 16)); }
+  CF_DEVICE u64 gradients(const Cursor& of) const {
+    const u32 own_rows = kSplitRows ? number * (kBlockKV * 128 / 16) : 0;
+    return operand(kGradientAt, kBlockKV * 128, of.at * (kGradientBytes / 16) + own_rows);
   }
   CF_DEVICE u64 keys_by_rows() const {
     constexpr i32 half = kHeadDim / 2, panel = half / 64 * kBlockKV * 128, column = half % 64 * 2;
-    return descriptor(tiles + kKAt, kBlockKV * 128) + (kSplitRows ? 0 : number * ((panel + column) / 16));
+    return operand(kKAt, kBlockKV * 128, kSplitRows ? 0 : number * ((panel + column) / 16));
   }
 
   CF_DEVICE AddendTile addends() const { return {tiles + kAddendsAt + (4 * number + thread / 32) * kAddendBytes}; }
   CF_DEVICE bool at_last() const { return left == 1; }
-  // dq of the tile whose dA is that of step `of`.
-  CF_DEVICE void start_queries_of(Queries& dq, u32 of) const {
-    mbarrier_try_wait_parity(barrier(control.ds_ready, of), of / 2 % 2);
-    start_queries(dq, gradients(of), keys_by_rows());
-  }
-  // The next dA, for both consumers.
+  // dq of the tile before. Of none it is anything, and not handed on.
+  CF_DEVICE void start_queries_before(Queries& dq) const { start_queries(dq, gradients(step.before()), keys_by_rows()); }
+  // The next dA, for both consumers: the other one reads it in its next turn, which comes after this one's.
   CF_DEVICE void give_gradients(const Operand& ds) const {
-    mbarrier_try_wait_parity(barrier(control.ds_free, step), step / 2 % 2 ^ 1);
-    store_gradients(ds, tiles + kGradientAt + step % 2 * kGradientBytes, 64 * number);
-    warp_barrier();
-    if (thread % 32 == 0) mbarrier_arrive(barrier(control.ds_ready, step));
+    mbarrier_try_wait_parity(step.in(control.ds_free), step.phase);
+    if constexpr (kBlockQ == 64) store_gradients(ds, own_gradients + step.at * kGradientBytes);
+    else store_gradients(ds, tiles + kGradientAt + step.at * kGradientBytes, 64 * number);
   }
 
   // dq has been computed from those before; each warp says it for itself.
   CF_DEVICE void free_gradients() const {
-    if (thread % 32 == 0) mbarrier_arrive(barrier(control.ds_free, step - 1));
+    if (thread % 32 == 0) mbarrier_arrive(step.before().in(control.ds_free));
   }
 
   // The share of the tile before goes to where the herald fetches it, half of it from each consumer.
   CF_DEVICE void prepare_share() const {
-    if (launch.queries != kNotWanted) mbarrier_try_wait_parity(shared_address(&control.share_free), ring.number % 2);
+    mbarrier_try_wait_parity(shared_address(&control.share_free), at.at);      // of the share before
   }
   CF_DEVICE void hand_on(const Queries& dq) const {
-    if (launch.queries == kNotWanted) return;
     constexpr int kEntries = sizeof(Queries) / 4;
     static_assert(kEntries * 4 * 256 == kShareBytes, "of 256 threads");
     const u32 to = tiles + kShareAt + number * (kShareBytes / 2) + i32(opaque(thread)) * 16;
@@ -200,7 +225,7 @@ struct Consumer : ConsumerBase {
     for (int n = 0; n < kEntries / 4; ++n) st_shared_f32x4(to + n * 2048, dq[4 * n], dq[4 * n + 1], dq[4 * n + 2], dq[4 * n + 3]);
     fence_proxy_async();
     warp_barrier();
-    if (thread % 32 == 0) mbarrier_arrive(barrier(control.share_there, ring.number - 1));
+    if (thread % 32 == 0) mbarrier_arrive(at.before().in(control.share_there));
   }
 
   CF_DEVICE Place place_of(i32 head, i32 tile) const {
@@ -213,98 +238,102 @@ struct Consumer : ConsumerBase {
     CF_UNROLL
     for (int n = 0; n < kHeadDim / 2; ++n) dk[n] = dv[n] = 0.0f;
   }
-  // Before the first tile: the pipeline begins with a dA of zeros.
+  // Before the first tile: the pipeline begins with whatever dA lies there.
   CF_DEVICE void begin() {
     const Work& w = work();
     head = w.head_kv * launch.group, tile = w.last, left = i32(w.end - w.begin);
-    first = w.first, last = w.last, q_length = w.sight.q_length, whole = w.whole[number];
-    step = w.begin + w.before, inside = false;
-    const Operand nothing{};
+    first = w.first, last = w.last, plain = w.plain[number].start, plains = w.plain[number].stop - plain;
+    wanting = launch.queries != kNotWanted ? left : 0;
     fetch(addends(), first_place(), 64 * number);
-    give_gradients(nothing);
-    step += 1;
-    start_next(ring, tile, true);
-    prepare(ring, head, tile);
+    step.advance();
+    start_next(at, tile, true);
+    prepare(at, head, tile);
     wgmma_wait_group<0>();
   }
   // The scores of a tile.
-  CF_DEVICE void start_next(const Ring<kStages>& at, i32 tile, bool clears) {
-    mbarrier_try_wait_parity(barrier(control.q_ready, at.stage()), at.parity());
-    if (clears) clear_queries(at, q_length, tile);
+  CF_DEVICE void start_next(const Cursor& at, i32 tile, bool clears) {
+    mbarrier_try_wait_parity(at.in(control.q_ready), at.phase);
+    if (clears) clear_queries(at.at, at.phase, work().sight.q_length, tile);
     start_scores(s, own_keys(kKAt), queries(kQAt, at));
   }
   // What the weights of a tile need besides, while its scores are computed.
-  CF_DEVICE void prepare(const Ring<kStages>& at, i32 head, i32 tile) {
+  CF_DEVICE void prepare(const Cursor& at, i32 head, i32 tile) {
     if constexpr (kDropout) dropped = draw(place_of(head, tile), thread % 32);
-    weighing = weighing_of(control.lse_of(at.stage()), shared_address(control.zeros), launch.unit, thread);
+    weighing = weighing_of(control.lse_of(at.at), shared_address(control.zeros), launch.unit, thread);
     if constexpr (kLoadEarly) lse.load(weighing.lse_log2, thread);
   }
 
   CF_DEVICE void query_tile() {
-    Scores dp;
+    Scores dp;                             // or gains
     Operand weights, ds, derivative;
     Queries dq;
-    const Place at = place_of(head, tile);
-    mbarrier_try_wait_parity(barrier(control.o_ready, ring.stage()), ring.parity());
-    if constexpr (kPlainScores) start_scores(dp, own_keys(kVAt), queries(kOAt, ring));
+    Seen seen;
+    const auto here = [&] { return place_of(head, tile); };
+    if constexpr (kGainsAtOnce) begin_gains(dp, control.delta_of(at.at), thread);
+    if constexpr (kPlainScores) start_scores<kGainsAtOnce>(dp, own_keys(kVAt), queries(kOAt, at));
     const i32 row = tile * kBlockQ;
-    const bool edge = !whole.covers(row, row_stop(row, q_length));
-    if constexpr (!kPlainScores) shape(s, derivative, launch.scale, at, addends());      // needs the registers of dP
-    if (edge) select(s, at);
-    weigh(s, weighing, lse, control.lse_of(ring.stage()), launch.unit, thread);
+    const bool edge = u32(tile - plain) >= u32(plains);
+    if constexpr (!kPlainScores) shape(s, derivative, launch.scale, here(), addends());      // needs the registers of dP
+    if (edge) seen = select(s, here());
+    weigh(s, weighing, lse, control.lse_of(at.at), launch.unit, thread);
     if constexpr (kRoundedWeights) round_to(weights, s);
-    if constexpr (!kPlainScores) start_scores(dp, own_keys(kVAt), queries(kOAt, ring));
-    if (!at_last()) fetch(addends(), next_place(), 64 * number);
+    if constexpr (!kPlainScores) start_scores(dp, own_keys(kVAt), queries(kOAt, at));
+    if (kMaskOrBias && !at_last()) fetch(addends(), next_place(), 64 * number);
     RowNumbers delta;
-    const u32 delta_at = control.delta_of(ring.stage());
-    if constexpr (kLoadEarly) delta.load(delta_at, thread);
+    const u32 delta_at = control.delta_of(at.at);
+    if constexpr (kLoadEarly && !kGainsAtOnce) delta.load(delta_at, thread);
     wgmma_wait_group<0>();                 // dP is there
-    if (leader() && at_last()) mbarrier_arrive(shared_address(&control.v_free));
     const auto weight = [&](int n) { return kRoundedWeights ? entry_of(weights, n) : s[n]; };
     const auto removed = [&](int n) { return is_dropped(dropped, n); };
-    gradients_of(ds, dp, weight, removed, derivative, at, edge, delta, delta_at, shared_address(control.zeros), thread);
-    store_bias_entries(dp, at);
-    if constexpr (!kRoundedWeights) round_to(weights, s), round_to(ds, dp);
+    if constexpr (kGainsAtOnce) {
+      round_gradients(ds, weights, s, dp, seen, edge);
+    } else {
+      gradients_of(ds, dp, weight, removed, derivative, here(), edge, delta, delta_at, shared_address(control.zeros), thread);
+    }
+    if constexpr (kWritesBias) store_bias_entries(dp, here());
+    if constexpr (!kRoundedWeights && !kGainsAtOnce) round_to(weights, s), round_to(ds, dp);
     if (kRemovedLate && edge) remove_unseen(ds, weights);
     if constexpr (kDropout) remove_dropped(weights, dropped);
     if constexpr (kStoreFirst) give_gradients(ds);
     bar_sync(kTurn + number, 256);
-    if constexpr (kQueriesFirst) start_queries_of(dq, step - 1);
+    if constexpr (kQueriesFirst) start_queries_before(dq);
     start_gradient(dv, weights, queries_by_rows(kOAt));
-    if constexpr (!kQueriesFirst) start_queries_of(dq, step - 1);
+    if constexpr (!kQueriesFirst) start_queries_before(dq);
     if constexpr (!kStoreFirst) give_gradients(ds);
     start_gradient(dk, ds, queries_by_rows(kQAt));
     bar_arrive(kTurn + 1 - number, 256);
-    if (inside) prepare_share();
+    if (left < wanting) prepare_share();
     wgmma_wait_group<kQueriesFirst ? 2 : 1>();      // dq is there
     free_gradients();
-    Ring<kStages> next = ring;
-    const bool more = !at_last();
+    Cursor next = at;
+    const i32 head_now = head;
+    const bool more = !at_last(), next_head = more && tile == first;
     if (more) {                            // else the scores of this tile once more, for nobody
       next.advance();
-      const bool next_head = tile == first;
       head += next_head, tile = next_head ? last : tile - 1;
     }
-    if (inside) hand_on(dq);
+    if (left < wanting) hand_on(dq);
     if constexpr (kQueriesFirst) wgmma_wait_group<1>();
-    if (leader()) mbarrier_arrive(barrier(control.o_free, ring.stage()));      // dv is there; dk runs on
-    start_next(next, tile, more);
+    start_next(next, tile, next_head);
     prepare(next, head, tile);
-    store_bias_tile(64 * number, at.head, row, tiles + kGradientAt + step % 2 * kGradientBytes);
+    if constexpr (kWritesBias) store_bias_tile(64 * number, head_now, row, tiles + kGradientAt + step.at * kGradientBytes);
     wgmma_wait_group<0>();
-    if (leader()) mbarrier_arrive(barrier(control.q_free, ring.stage()));
+    if (leader()) mbarrier_arrive(at.in(control.q_free));
     ring.advance();
-    step += 1, left -= 1, inside = true;
+    at.advance(), step.advance(), left -= 1;
   }
 
   CF_DEVICE void end() {
     Queries dq;
-    start_queries_of(dq, step - 1);
-    prepare_share();
+    bar_sync(kTurn + number, 256);
+    start_queries_before(dq);
+    bar_arrive(kTurn + 1 - number, 256);
+    if (launch.queries != kNotWanted) prepare_share();
     wgmma_wait_group<0>();
     free_gradients();
     if (leader()) mbarrier_arrive(shared_address(&control.k_free));
-    hand_on(dq);
+    if (leader()) mbarrier_arrive(shared_address(&control.v_free));
+    if (launch.queries != kNotWanted) hand_on(dq);
   }
 
   CF_DEVICE void query_tiles() {
@@ -342,6 +371,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   if (warpgroup_index() == 0) return serve_shares(p, maps, launch, control);
   setmaxnreg_inc<kConsumerRegisters>();
   Consumer consumer{{p, launch, control, warpgroup_index() - 1, i32(thread_index()) % 128, shared_tiles()}};
+  consumer.own_gradients = unbranched(consumer.place_of_gradients(consumer.tiles + kGradientAt, 64 * consumer.number));
+  consumer.units = uniform((consumer.tiles & 0x3ffffu) / 16);
   if (consumer.number == 1) bar_arrive(kTurn, 256);      // the first one begins
   consumer.walk(consumer);
   consumer.finish();

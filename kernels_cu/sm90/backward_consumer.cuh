@@ -31,15 +31,15 @@ struct ConsumerBase {
   }
   // Of the tile at that place of the pipeline, whose queries are there.
   CF_DEVICE void clear_queries(const Ring<kStages>& at) const {
-    clear_queries(at, work().sight.q_length, control.query_tiles[at.number % 4].tile);
+    clear_queries(at.stage(), at.parity(), work().sight.q_length, control.query_tiles[at.number % 4].tile);
   }
-  CF_DEVICE void clear_queries(const Ring<kStages>& at, i32 q_length, i32 tile) const {
+  CF_DEVICE void clear_queries(u32 stage, u32 parity, i32 q_length, i32 tile) const {
     const i32 live = q_length - tile * kBlockQ;
     if (live >= kBlockQ || q_length == p.seqlen_q) return;      // TMA's zeros need no help
-    mbarrier_try_wait_parity(barrier(control.q_ready, at.stage()), at.parity());
-    mbarrier_try_wait_parity(barrier(control.o_ready, at.stage()), at.parity());
-    clear_rows<kBlockQ>(tiles + kQAt + at.stage() * kQueryBytes, live);
-    clear_rows<kBlockQ>(tiles + kOAt + at.stage() * kQueryBytes, live);
+    mbarrier_try_wait_parity(barrier(control.q_ready, stage), parity);
+    if (!kTogether) mbarrier_try_wait_parity(barrier(control.o_ready, stage), parity);
+    clear_rows<kBlockQ>(tiles + kQAt + stage * kQueryBytes, live);
+    clear_rows<kBlockQ>(tiles + kOAt + stage * kQueryBytes, live);
     fence_proxy_async();
     meet();
   }
@@ -97,16 +97,13 @@ struct ConsumerBase {
     if (writes_bias(false)) clear_bias<Element>(key);
   }
 
-  // Up to which row of the tile from `row` on all must be seen for a tile without edges. Past the length scores are
-  // finite and weights 0, but for a bias.
-  CF_DEVICE i32 row_stop(i32 row, i32 q_length) const {
-    return kMaskOrBias ? row + kBlockQ : smaller(row + kBlockQ, q_length);
+  // Where the thread stores dA of a tile at `to`; of the consumer's keys the first in the tile is that of number `key`.
+  CF_DEVICE u32 place_of_gradients(u32 to, i32 key) const {
+    const u32 own = u32(opaque(thread)), lane = own % 32, row = key + own / 32 * 16 + lane % 16;
+    return to + row * 128 + ((lane / 16) ^ (lane % 8)) * 16;
   }
-
-  // dA of the thread's keys, of which the first in the tile is that of number `key`, at `to`.
-  CF_DEVICE void store_gradients(const Operand& ds, u32 to, i32 key) const {
-    const i32 own = i32(opaque(thread)), lane = own % 32, row = key + own / 32 * 16 + lane % 16;
-    const u32 at = to + row * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+  CF_DEVICE void store_gradients(const Operand& ds, u32 to, i32 key) const { store_gradients(ds, place_of_gradients(to, key)); }
+  CF_DEVICE void store_gradients(const Operand& ds, u32 at) const {
     CF_UNROLL
     for (int n = 0; n < kBlockQ / 16; ++n) {
       stmatrix_x4((at ^ (n % 4 * 32)) + n / 4 * (kBlockKV * 128), ds[4 * n], ds[4 * n + 1], ds[4 * n + 2], ds[4 * n + 3]);

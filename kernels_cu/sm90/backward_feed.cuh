@@ -3,6 +3,8 @@
 #pragma once
 #include "sm90/backward_finish.cuh"
 
+// Queries of a tile and their cotangents come and go as one: o_ready and o_free are for consumers of one of them.
+constexpr bool kTogether = kHeadDim <= 128;
 constexpr i32 kPanels = ceil_div(kHeadDim, 64);
 constexpr u32 kKeyBytes = kBlockKV * 128 * kPanels, kQueryBytes = kBlockQ * 128 * kPanels;
 // Places in shared memory. What lies behind tiles differs from kernel to kernel.
@@ -22,9 +24,9 @@ struct QueryTile { i32 head, tile; };
 struct Control {
   u64 work_ready[2], work_free[2], k_ready, v_ready, k_free, v_free;
   u64 q_ready[kStages], q_free[kStages], o_ready[kStages], o_free[kStages];
-  u64 ds_ready[2], ds_free[2];
+  u64 ds_free[2];
   u64 turn_ready[2], turn_taken[2], share_there[2], share_free, sums_there;
-  alignas(16) float lse_log2[kStages][2 * kBlockQ];      // of a query tile; behind them delta - dlse
+  alignas(16) float lse_log2[kStages][2 * kBlockQ];      // of a query tile; behind them dlse - delta
   float zeros[kBlockQ];
   Ring<1> fetched;                         // blocks of sums
   Ring<2> produced, ushered, turns;      // here, because those who feed have few registers
@@ -50,7 +52,7 @@ CF_DEVICE void initialise_barriers(Control& control, bool ushered) {
   mbarrier_init(control.k_free, kConsumers), mbarrier_init(control.v_free, kConsumers);
   for (i32 n = 0; n < 2; ++n) {
     mbarrier_init(control.work_ready[n], 1), mbarrier_init(control.work_free[n], kConsumers + ushered);
-    mbarrier_init(control.ds_ready[n], 4 * kConsumers), mbarrier_init(control.ds_free[n], 4 * kConsumers);
+    mbarrier_init(control.ds_free[n], 4 * kConsumers);
     mbarrier_init(control.turn_ready[n], 1), mbarrier_init(control.turn_taken[n], 1);
     mbarrier_init(control.share_there[n], 4 * kConsumers);
   }
@@ -98,12 +100,13 @@ struct Producer {
 
   CF_DEVICE const Work& work() const { return control.work[control.produced.stage()]; }
 
-  // kRows rows of one head, as soon as what is there may be overwritten; `bytes` more will follow.
-  template <i32 kRows>
+  // kRows rows of one head, as soon as what is there may be overwritten; `bytes` more will follow; kFollow:
+  // these are such.
+  template <i32 kRows, bool kFollow = false>
   CF_DEVICE void load(u32 to, const TensorMap& map, u32 free, u32 parity, u32 ready, i32 head, i32 row, u32 bytes = 0) const {
     const i32 lead0 = work().lead(0), lead1 = work().lead(1);      // read before the wait: others wait for this thread
-    mbarrier_try_wait_parity(free, parity);
-    mbarrier_arrive_expect_tx(ready, kRows * 128 * kPanels + bytes);
+    if (!kFollow) mbarrier_try_wait_parity(free, parity);
+    if (!kFollow) mbarrier_arrive_expect_tx(ready, kRows * 128 * kPanels + bytes);
     CF_UNROLL
     for (i32 n = 0; n < kPanels; ++n) {
       cp_async_bulk_tensor_5d_load(to + n * kRows * 128, map, ready, 64 * n, row, head, lead0, lead1);
@@ -117,14 +120,15 @@ struct Producer {
     const u32 ready = barrier(control.q_ready, ring.stage());
     control.query_tiles[ring.number % 4] = {head, tile};
     load<kBlockQ>(shared_tiles() + kQAt + ring.stage() * kQueryBytes, maps.q, barrier(control.q_free, ring.stage()),
-                  ring.parity() ^ 1, ready, head, tile * kBlockQ, kBlockQ * 8);
+                  ring.parity() ^ 1, ready, head, tile * kBlockQ, kBlockQ * 8 + kTogether * kQueryBytes);
     forget();                              // step by step: it has few registers
     const float* stats = row_stats_of(p, work().item, head) + 2 * kBlockQ * tile;
     cp_async_bulk_load(control.lse_of(ring.stage()), stats, kBlockQ * 8, ready);
   }
   CF_DEVICE void load_o(i32 head, i32 tile) const {
-    load<kBlockQ>(shared_tiles() + kOAt + ring.stage() * kQueryBytes, maps.dout, barrier(control.o_free, ring.stage()),
-                  ring.parity() ^ 1, barrier(control.o_ready, ring.stage()), head, tile * kBlockQ);
+    const u32 ready = kTogether ? barrier(control.q_ready, ring.stage()) : barrier(control.o_ready, ring.stage());
+    load<kBlockQ, kTogether>(shared_tiles() + kOAt + ring.stage() * kQueryBytes, maps.dout,
+                             barrier(control.o_free, ring.stage()), ring.parity() ^ 1, ready, head, tile * kBlockQ);
   }
 
   CF_DEVICE void load_tiles() {

@@ -113,7 +113,7 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
     Operand operand;                       // weights, or dA
     const i32 head = place().head, row = place().tile * kBlockQ, key = work().tile * kBlockKV + thread / 32 * 16 + thread % 32 / 4;
     const Place at{p, work(), head, row + thread % 4 * 2, key};
-    const bool edge = !work().whole[0].covers(row, row_stop(row, work().sight.q_length));
+    const bool edge = !work().plain[0].contains(place().tile);
     if (leader() && at_last()) free_keys();
     if constexpr (kOwnsValues) weights_of(operand, at, edge); else take_weights(operand, at, edge);
     if (at_last()) products<true>(operand); else products<false>(operand);

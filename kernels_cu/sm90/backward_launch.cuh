@@ -30,6 +30,14 @@ template <u32 kCount> struct Ring {
   CF_DEVICE void advance() { ++number; }
 };
 
+// The same of two places, for those who have registers: its place and its parity, which a number gives by shifts and masks.
+struct Cursor {
+  u32 at = 0, phase = 0;
+  CF_DEVICE void advance() { phase ^= at, at ^= 1; }
+  CF_DEVICE Cursor before() const { return {at ^ 1, phase ^ at ^ 1}; }
+  CF_DEVICE u32 in(const u64 (&bars)[2]) const { return shared_address(bars) + 8 * at; }
+};
+
 // A launch's counter of tickets; its address is computed where it is used, for those who have few registers.
 CF_DEVICE u32* ticket_of(const Params& p, i32 number) {
   return in_global(reinterpret_cast<u32*>(opaque(reinterpret_cast<i64>(p.call.turns)))) + number;

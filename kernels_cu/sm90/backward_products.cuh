@@ -3,13 +3,13 @@
 #include "sm90/backward_scores.cuh"
 
 // S^T or dP^T: 64 keys by the queries of a tile, summed over the head dim.
-CF_DEVICE void start_scores(Scores& s, u64 keys, u64 queries) {
+template <bool kAdds = false> CF_DEVICE void start_scores(Scores& s, u64 keys, u64 queries) {
   wgmma_fence();
   CF_UNROLL
   for (int k = 0; k < kHeadDim / 16; ++k) {
     const u32 panel = k / 4, column = k % 4 * 32;
     const u64 a = keys + ((panel * kBlockKV * 128 + column) >> 4), b = queries + ((panel * kBlockQ * 128 + column) >> 4);
-    if (k == 0) wgmma_scores_first(s, a, b); else wgmma_scores(s, a, b, 1);
+    if (k == 0 && !kAdds) wgmma_scores_first(s, a, b); else wgmma_scores(s, a, b, 1);
   }
   wgmma_commit_group();
 }

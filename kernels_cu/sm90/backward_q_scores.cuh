@@ -97,7 +97,7 @@ CF_DEVICE void sign_dropped(Scores& s, const Place& at) {
 
 // Of a thread's two rows.
 struct RowNumbers {
-  float lse_log2[2], delta[2];
+  float lse_log2[2], less_delta[2];
   bool tempered;               // some row of the warp has a huge or strange lse
 
   CF_DEVICE void load(const Params& p, const Work& work, i32 row) {
@@ -107,7 +107,7 @@ struct RowNumbers {
     for (int h = 0; h < 2; ++h) {
       const i32 own = smaller(row + 8 * h, p.seqlen_q - 1);                // rows past the end repeat the last one
       const float* of_row = stats + own / kStatsRows * 2 * kStatsRows + own % kStatsRows;
-      lse_log2[h] = of_row[0], delta[h] = of_row[kStatsRows];
+      lse_log2[h] = of_row[0], less_delta[h] = of_row[kStatsRows];
       ordinary = ordinary && absolute(lse_log2[h]) < kLargestLse;
     }
     tempered = vote_any(!ordinary);
@@ -138,9 +138,9 @@ CF_DEVICE void gradients_of(Operand& da, const Scores& weights, Scores& dp, cons
   const float kept = kDropout ? dropout_scale<float>(p) : 1.0f;
   CF_UNROLL
   for (int n = 0; n < kScores; ++n) {
-    const float delta = rows.delta[n / 2 % 2];
-    float gain = dp[n] - delta;
-    if constexpr (kDropout) gain = weights[n] < 0.0f ? -delta : fused(dp[n], kept, -delta);
+    const float less_delta = rows.less_delta[n / 2 % 2];
+    float gain = dp[n] + less_delta;
+    if constexpr (kDropout) gain = weights[n] < 0.0f ? less_delta : fused(dp[n], kept, less_delta);
     dp[n] = (kDropout ? absolute(weights[n]) : weights[n]) * gain;
     if constexpr (kSoftcapOrAlibi) dp[n] *= entry_of(derivative, n);
   }

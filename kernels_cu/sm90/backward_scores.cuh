@@ -34,18 +34,34 @@ struct Place {
   i32 head, query, key;
 };
 
-// What positions and lengths forbid becomes -inf.
-CF_DEVICE void select(Scores& s, const Place& at) {
+// Which entries of a thread positions and lengths allow: bit 2 j + x of word h for entry 4 j + 2 h + x.
+struct Seen {
+  u32 words[2];
+  CF_DEVICE bool has(int bit, int word) const { return (words[word] & 1u << bit) != 0; }
+  CF_DEVICE bool has(int n) const { return has(n / 4 * 2 + n % 2, n / 2 % 2); }
+};
+
+// Bits of those queries that are less than `rows` behind the thread's first one.
+CF_DEVICE u32 bits_below(i32 rows) {
+  const i32 inside = clamp(rows, 0, kBlockQ), bits = inside / 8 * 2 + smaller(inside % 8, 2);
+  return bits < 32 ? (1u << bits) - 1 : ~0u;
+}
+// What positions and lengths forbid becomes -inf; the rest. Bits become predicates seven at once, but ptxas spills some for
+// them in backward_kv.
+CF_DEVICE Seen select(Scores& s, const Place& at) {
+  Seen seen;
   CF_UNROLL
   for (int h = 0; h < 2; ++h) {
     const Interval rows = at.work.sight.rows_of_some(at.key + 8 * h, at.key + 8 * h + 1);
     const i32 start = rows.start - at.query, stop = rows.stop - at.query;
+    seen.words[h] = bits_below(stop) & ~bits_below(start);
     CF_UNROLL
     for (int n = 0; n < kScores / 2; ++n) {
-      const int j = n / 2, x = n % 2;
-      if (8 * j + x < start || 8 * j + x >= stop) s[4 * j + 2 * h + x] = -Limits<float>::infinity();
+      const int row = n / 2 * 8 + n % 2;
+      if (kHeadDim <= 128 ? !seen.has(n, h) : row < start || row >= stop) s[n / 2 * 4 + 2 * h + n % 2] = -Limits<float>::infinity();
     }
   }
+  return seen;
 }
 
 // |i + offset - j|
@@ -117,13 +133,15 @@ struct Weighing {
 };
 
 CF_DEVICE Weighing weighing_of(u32 lse_log2, u32 zeros, float unit, i32 thread) {
+  float some[kBlockQ / 32];
+  const u32 from = lse_log2 + thread % 32 * (kBlockQ / 8);
+  CF_UNROLL
+  for (int n = 0; n < kBlockQ / 32; n += 2) ld_shared_f32x2(some[n], some[n + 1], from + 4 * n);
   bool ordinary = true;
   CF_UNROLL
-  for (i32 row = 0; row < kBlockQ; row += 32) {
-    ordinary = ordinary && absolute(ld_shared_f32(lse_log2 + (row + thread % 32) * 4)) < kLargestLse;
-  }
+  for (int n = 0; n < kBlockQ / 32; ++n) ordinary &= absolute(some[n]) < kLargestLse;
   const bool tempered = vote_any(!ordinary);
-  return {tempered ? zeros : lse_log2, tempered ? 1.0f : unit, tempered};
+  return {tempered ? zeros : lse_log2, float_of(tempered ? bits_of(1.0f) : bits_of(unit)), tempered};
 }
 
 // Scores become weights. `lse` holds what `by` says, if it is loaded early.
@@ -239,7 +257,7 @@ CF_DEVICE void remove_unseen(Operand& ds, const Operand& weights) {
 }
 constexpr bool kRemovedLate = kPlainScores && kDropout;      // by this; else gradients_of does it
 
-// Whether delta of some query is infinite or no number: a weight of 0 times it would not be 0.
+// Whether -delta of some query is infinite or no number: a weight of 0 times it would not be 0.
 CF_DEVICE bool any_strange(u32 delta, i32 thread) {
   bool ordinary = true;
   CF_UNROLL
@@ -249,7 +267,7 @@ CF_DEVICE bool any_strange(u32 delta, i32 thread) {
   return vote_any(!ordinary);
 }
 
-// dA of a tile from its weights, dP in dp, and delta of its queries (at `from`, if not loaded early). `edge`: some key is
+// dA of a tile from its weights, dP in dp, and -delta of its queries (at `from`, if not loaded early). `edge`: some key is
 // not seen by some query.
 template <class Weight, class Dropped>
 CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped dropped, const Operand& derivative, const Place& at,
@@ -261,7 +279,7 @@ CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped drop
       CF_UNROLL
       for (int n = 0; n < kScores; ++n) {
         if (!kLoadEarly && n % 4 == 0) delta.load(from, n / 4, thread);
-        if (weight(n) != 0.0f) dp[n] -= delta.of(n);
+        if (weight(n) != 0.0f) dp[n] += delta.of(n);
       }
       from = zeros;
       if constexpr (kLoadEarly) delta = RowNumbers{};
@@ -273,9 +291,8 @@ CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped drop
     if (!kLoadEarly) delta.load(from, j, thread);
     CF_UNROLL
     for (int n = 4 * j; n < 4 * j + 4; ++n) {
-      const float own_delta = delta.of(n);
-      float gain = dp[n] - own_delta;
-      if constexpr (kDropout) gain = fused(dropped(n) ? 0.0f : dp[n], kept, -own_delta);
+      float gain = dp[n] + delta.of(n);
+      if constexpr (kDropout) gain = fused(dropped(n) ? 0.0f : dp[n], kept, delta.of(n));
       dp[n] = weight(n) * gain;
       if constexpr (kSoftcapOrAlibi) dp[n] *= entry_of(derivative, n);
       if constexpr (!kPlainScores) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
@@ -284,5 +301,29 @@ CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped drop
       ds[2 * j] = cvt_rn_x2<Element>(dp[4 * j], dp[4 * j + 1]);
       ds[2 * j + 1] = cvt_rn_x2<Element>(dp[4 * j + 2], dp[4 * j + 3]);
     }
+  }
+}
+
+// Where gains are the product alone, dP added to -delta. What is never seen gets 0 whatever its gain is, NaN too.
+constexpr bool kGainsAtOnce = kPlainScores && !kDropout;
+
+// -delta of a tile's queries.
+CF_DEVICE void begin_gains(Scores& gains, u32 from, i32 thread) {
+  CF_UNROLL
+  for (int n = 0; n < kScores; n += 2) ld_shared_f32x2(gains[n], gains[n + 1], from + thread % 4 * 8 + n / 4 * 32);
+}
+
+// dA from weights and gains, both rounded late: from the end, as in round_to.
+CF_DEVICE void round_gradients(Operand& ds, Operand& weights, const Scores& s, Scores& gains, const Seen& seen, bool edge) {
+  if (edge) {
+    CF_UNROLL
+    for (int n = 0; n < kScores; ++n) {
+      if (!seen.has(n)) gains[n] = 0.0f;
+    }
+  }
+  CF_UNROLL
+  for (int n = kScores / 2 - 1; n >= 0; --n) {
+    ds[n] = cvt_rn_x2<Element>(gains[2 * n] * s[2 * n], gains[2 * n + 1] * s[2 * n + 1]);
+    weights[n] = cvt_rn_x2<Element>(s[2 * n], s[2 * n + 1]);
   }
 }

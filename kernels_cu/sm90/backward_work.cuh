@@ -23,7 +23,7 @@ struct Work {
   u32 begin, end;        // numbers of its query tiles, of all heads, among those of the block
   Item item;
   Visibility sight;
-  Interval whole[kConsumers];      // queries that see all keys of a consumer
+  Interval plain[kConsumers];      // query tiles without edges: all of their queries see all keys of a consumer
   DropoutStream dropout;           // but for the number of the score matrix
 
   CF_DEVICE bool any() const { return last >= first; }
@@ -62,9 +62,14 @@ CF_DEVICE void prepare(Work& work, const Work& before, const Params& p, const La
   for (i32 n = 0; n < kBlockKV / kConsumerKeys; ++n) {
     const i32 from = work.tile * kBlockKV + n * kConsumerKeys;
     fence_acq_rel_cta();
-    work.whole[n].start = sight.rows_of_all(from, from + kConsumerKeys).start;
+    work.plain[n].start = ceil_div(sight.rows_of_all(from, from + kConsumerKeys).start, kBlockQ);
     fence_acq_rel_cta();
-    work.whole[n].stop = sight.rows_of_all(from, from + kConsumerKeys).stop;
+    work.plain[n].stop = sight.rows_of_all(from, from + kConsumerKeys).stop;
+    fence_acq_rel_cta();
+    const i32 stop = work.plain[n].stop;
+    // Past the length scores are finite and weights 0, but for a bias.
+    const bool to_end = !kMaskOrBias && stop == sight.q_length;
+    work.plain[n].stop = larger(work.plain[n].start, to_end ? work.last + 1 : stop / kBlockQ);
   }
   fence_acq_rel_cta();
   if constexpr (kDropout && kHeadDim <= 128) work.dropout = dropout_of(p, work.item, 0);
