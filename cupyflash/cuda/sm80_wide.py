@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .simt import ceil
 
@@ -119,7 +119,8 @@ def _row(threads: int, occupancy: int, block_q: int, block_kv: int, bucket: int,
 
 # By kernel, bytes of the score type and options that a row is for (none, or any): the best first within a bucket of
 # head dims. What no row holds (much shared memory on small GPUs, options that take too many registers) is left to
-# simt. Rows for the same head dims give the same bits whatever the options.
+# simt. Rows for the same head dims give the same bits whatever the options, but for the
+# forward of float64 on 10.0.
 PLAIN, ANY = "plain", "any"
 _ROWS = {
     ("forward", 4, PLAIN): tuple(_row(128, 2, 64, 32, bucket) for bucket in (32, 64, 128)),
@@ -195,8 +196,8 @@ def _rows(kernel: str, score_bytes: int, options: tuple[bool, ...]) -> tuple[Geo
     return _ROWS[kernel, score_bytes, group]
 
 
-# (kernel, bytes of the score type, options) -> geometries
-TABLE = {
+# (kernel, bytes of the score type, options, and a compute capability where that matters) -> geometries
+TABLE: dict[Any, tuple[Geometry, ...]] = {
     (kernel, score_bytes, options): _rows(kernel, score_bytes, options)
     for kernel in KERNELS
     for score_bytes in (4, 8)
@@ -205,3 +206,12 @@ TABLE = {
 # Beside mask and bias, or dropout, alone float64 of 128 columns has registers for as many queries as without.
 for _options in ((True, False, False), (False, False, True)):
     TABLE["backward", 8, _options] = (*_ROWS["backward", 8, ANY][:-1], _ROWS["backward", 8, PLAIN][-1])
+# From 10.0 on the compiler takes more registers: options leave too few for tiles of 32 keys.
+for _chosen in itertools.product((False, True), repeat=3):
+    if any(_chosen):
+        TABLE["forward", 8, _chosen, 100] = (
+            _row(128, 2, 64, 32, 32),
+            _row(128, 2, 64, 16 if _chosen[1] else 32, 64),
+            _row(256, 1, 128, 16, 128),
+            _row(128, 1, 64, 16, 128),
+        )
