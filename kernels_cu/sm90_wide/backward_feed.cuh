@@ -25,10 +25,10 @@ struct TensorMaps { TensorMap q, k, v, dout; };
 // Ready barriers end a phase when what they are named after may be read, free barriers when all have read it.
 struct Barriers { u64 standing, ready[kSlots], free[kSlots]; };
 
-CF_DEVICE void initialise(Barriers& barriers, i32 warps_that_read) {
+CF_DEVICE void initialise(Barriers& barriers) {
   mbarrier_init(barriers.standing, 1);
   for (i32 n = 0; n < kSlots; ++n) {
-    mbarrier_init(barriers.ready[n], 1), mbarrier_init(barriers.free[n], warps_that_read);
+    mbarrier_init(barriers.ready[n], 1), mbarrier_init(barriers.free[n], 4 * kConsumers);
   }
   fence_mbarrier_init();
 }

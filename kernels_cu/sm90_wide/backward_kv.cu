@@ -98,7 +98,7 @@ struct Control {
 
 CF_DEVICE void initialise(Control& control) {
   mbarrier_init(control.handed, 4), mbarrier_init(control.taken, 4);
-  initialise(control.barriers, 4 * kConsumers);
+  initialise(control.barriers);
 }
 
 struct Feed {

@@ -12,7 +12,8 @@
 //   consumer  dP9, S9 | P, dS, split | dS9 K9 | dq += | dP8, S8 ...
 //
 // A consumer owns 64 queries. Where q and dO leave room for no more than 64 (head dim 128), both consumers work for
-// them, on every other key tile, and add up at the end.
+// them, on every other key tile, and add up at the end. They wait for the other's planes too: TMA may bring planes in
+// another order than they were asked for, and of a slot that one has not seen filled the time before last looks like now.
 #include "sm90_wide/backward_addends.cuh"
 
 constexpr bool kTogether = kStandingTiles < kConsumers;
@@ -200,10 +201,9 @@ CF_DEVICE void consume(const Params& p, Control& control, u32 tiles, i32 number)
     for (; n >= end; --n, plane = plane.after(kPlanesOfTile)) {
       const bool mine = turn == team;
       turn = turn + 1 == kTeams ? 0 : turn + 1;
-      if (!mine) continue;
       const Place at{p, work.sight, work.terms, row, n * kTileRows + thread % 4 * 2};
       if constexpr (kFewRegisters) keys = uniform(work.keys[tile]);      // not kept through a tile: registers
-      if (n > keys.last) c.planes.pass_by(plane, kPlanesOfTile);
+      if (!mine || n > keys.last) c.planes.pass_by(plane, kPlanesOfTile);
       else c.step(work, plane, at, n < keys.steady_from || n >= keys.steady_to);
     }
     if (kAddsBeside && p.call.slope_rows != nullptr) store_slopes(p, work, c.slopes, row, number);
@@ -229,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     cupyflash_backward_q(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
   Control& control = static_shared_storage<Control>();
   const u32 tiles = shared_tiles();
-  if (thread_index() == 0) prepare(control.work, p, 0), initialise(control.barriers, 4 * kConsumers / kTeams);
+  if (thread_index() == 0) prepare(control.work, p, 0), initialise(control.barriers);
   block_barrier();                               // barriers and work are there
   if (warpgroup_index() == 0) {
     setmaxnreg_dec<kProducerRegisters>();
