@@ -8,6 +8,7 @@ import test_emulate
 from emulated import needs_compiler, vjp_on
 from support import assert_same, check, normal, qkv
 
+import cupyflash
 from cupyflash import reference
 from cupyflash.cuda import families
 from cupyflash.cuda.emulate import Machine
@@ -179,6 +180,19 @@ def test_every_option_at_edges_of_tiles(name):
 def test_head_dims(dims, form):
     q, k, v = qkv(np, 2, 2, 130, 150, *dims, heads_kv=1)
     check(q, k, v, via=vjp_on(Machine(compute_capability=HOPPER)), **form)
+
+
+@pytest.mark.parametrize("seed", [1, 16])
+def test_planes_may_arrive_in_any_order(seed):
+    """Who takes every other tile must not take what is on its way for what came the time before last."""
+    q, k, v = (normal(np, (1, 1, m, 128), seed=n) for n, m in ((1, 256), (2, 320), (3, 320)))
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+
+    def dq(seed):
+        machine = Machine("plain", compute_capability=HOPPER, seed=seed)
+        return machine.attention_backward(q, q, k, v, out, lse, wrt=("q",)).q
+
+    assert_same(dq(seed), dq(0))
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ bool Block::run(u32 index) {
   if (launch_.checked) races_.start(launch_.shared_bytes, launch_.threads);
   stacks_.forget();
   published_.clear();
+  loads_.clear();
   barrier_ = {};
   for (Named& named : named_) named = {};
   for (Warp& warp : warps_) warp.meeting = {};
@@ -51,9 +52,10 @@ bool Block::run(u32 index) {
         moved = true;
         if (seeded() && random_.next() % 4 == 0) break;
       }
+      if (random_.next() % 4 == 0 && let_a_load_arrive()) moved = true;
     }
     if (moved) patience = kPatience;
-    if (moved || faulted_ || others_may_help(patience)) continue;
+    if (moved || faulted_ || let_a_load_arrive() || others_may_help(patience)) continue;
     faulted_ = true;
     message_ = "deadlock: " + who_waits_where();
   }
@@ -219,6 +221,23 @@ bool Block::take_up(u32 pending, u32* to, void* elements, u32* bytes) {
   *to = copy.to;
   *bytes = copy.bytes;
   std::memcpy(elements, copy.elements, copy.bytes);
+  return true;
+}
+
+void Block::arrive_later(u32 to, u32 bytes, void* bar, void (*arrived)(void*, i32)) {
+  if (!seeded()) return arrived(bar, i32(bytes));
+  loads_.push_back({to, std::string(shared_ + to, bytes), bar, arrived});
+  std::memset(shared_ + to, 0xff, bytes);
+}
+
+// Any of those on their way; whether there was one.
+bool Block::let_a_load_arrive() {
+  if (loads_.empty()) return false;
+  std::swap(loads_[random_.next() % loads_.size()], loads_.back());
+  const Load load = std::move(loads_.back());
+  loads_.pop_back();
+  std::memcpy(shared_ + load.to, load.bytes.data(), load.bytes.size());
+  load.arrived(load.bar, i32(load.bytes.size()));
   return true;
 }
 

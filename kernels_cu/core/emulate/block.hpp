@@ -50,6 +50,13 @@ class Block;
 
 struct Copy { u32 to, bytes, group; char elements[16]; };       // of cp.async, until it is waited for
 
+struct Load {                     // of TMA, until it arrives
+  u32 to;
+  std::string bytes;
+  void* bar;
+  void (*arrived)(void* bar, i32 bytes);
+};
+
 struct Fiber : Thread {
   enum State { kRunnable, kWaiting, kReturned };
   Block* home = nullptr;
@@ -84,6 +91,7 @@ class Block {
   void put_off(u32 to, const void* elements, u32 bytes);
   void close_group() { ++current().group; }
   bool take_up(u32 pending, u32* to, void* elements, u32* bytes);
+  void arrive_later(u32 to, u32 bytes, void* bar, void (*arrived)(void*, i32));
   [[noreturn]] void fault(const char* format, va_list arguments);
   void access(uintptr_t address, size_t size, bool writes, uintptr_t place);
 
@@ -99,6 +107,7 @@ class Block {
   void join(Meeting& meeting, Site site);
   void release(u32 first, u32 count);
   bool run_warp(u32 warp);
+  bool let_a_load_arrive();
   bool others_may_help(u32& patience) const;
   std::string who_waits_where() const;
 
@@ -116,6 +125,7 @@ class Block {
   Random random_{0};
   Races races_;
   std::map<const void*, Clock> published_;
+  std::vector<Load> loads_;
   void* allocation_ = nullptr;
   char* shared_;
   u32 returned_ = 0;

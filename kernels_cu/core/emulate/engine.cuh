@@ -41,6 +41,10 @@ void close_group();
 // The next copy of all but the youngest `pending` groups, or false.
 bool take_up(u32 pending, u32* to, void* elements, u32* bytes);
 
+// Bytes of shared memory that TMA has loaded arrive later in a random execution, in any order: till then they are NaN, and
+// arrived(bar, bytes) follows.
+void arrive_later(u32 to, u32 bytes, void* bar, void (*arrived)(void* bar, i32 bytes));
+
 // *p += x, one thread at a time.
 void add(float* p, float x);
 void add(double* p, double x);

@@ -31,6 +31,9 @@ void publish(const void* key) { home().publish(key); }
 void observe(const void* key) { home().observe(key); }
 void put_off(u32 to, const void* elements, u32 bytes) { home().put_off(to, elements, bytes); }
 void close_group() { home().close_group(); }
+void arrive_later(u32 to, u32 bytes, void* bar, void (*arrived)(void* bar, i32 bytes)) {
+  home().arrive_later(to, bytes, bar, arrived);
+}
 bool take_up(u32 pending, u32* to, void* elements, u32* bytes) { return home().take_up(pending, to, elements, bytes); }
 
 template <class T> static void add_atomically(T* p, T x, void* place) {

@@ -1,4 +1,4 @@
-// core/ptx_sm90.cuh on a CPU: barriers, TMA and wgmma, each of which is done when it is issued.
+// core/ptx_sm90.cuh on a CPU: barriers, TMA and wgmma, each of which is done when it is issued, but for what TMA loads.
 #pragma once
 #include "core/emulate/ptx_sm80.cuh"
 
@@ -29,11 +29,15 @@ CF_UNANNOUNCED inline void arrive(u32 address, i32 bytes, Site site) {
   --bar.missing;
   end_phase_if_due(bar);
 }
-CF_UNANNOUNCED inline void complete_tx(u32 address, i32 bytes) {
+// What has been loaded to `to` arrives, sooner or later, and the barrier knows.
+CF_UNANNOUNCED inline void complete_tx(u32 to, u32 address, i32 bytes) {
   Mbarrier& bar = shared_at<Mbarrier>(address);
   publish(&bar);
-  bar.bytes -= bytes;
-  end_phase_if_due(bar);
+  arrive_later(to, u32(bytes), &bar, [](void* at, i32 bytes) CF_UNANNOUNCED {
+    Mbarrier& bar = *static_cast<Mbarrier*>(at);
+    bar.bytes -= bytes;
+    end_phase_if_due(bar);
+  });
 }
 
 // The element at a byte of a tile whose rows are swizzled by their width; a fault beyond the block's shared memory.
@@ -160,7 +164,7 @@ CF_UNANNOUNCED inline void cp_async_bulk_tensor_5d_load(u32 to, const TensorMap&
   emulate::for_box(to, map, {c0, c1, c2, c3, c4}, [](u16& shared, u64 address) CF_UNANNOUNCED {
     shared = address != 0 ? emulate::element_at(address) : u16(0);
   });
-  emulate::complete_tx(bar, i32(map.box[0] * map.box[1] * map.itemsize));
+  emulate::complete_tx(to, bar, i32(map.box[0] * map.box[1] * map.itemsize));
 }
 CF_UNANNOUNCED inline void cp_async_bulk_tensor_5d_store(const TensorMap& map, u32 from, i32 c0, i32 c1, i32 c2, i32 c3,
                                                          i32 c4) {
@@ -185,7 +189,7 @@ CF_UNANNOUNCED inline void cp_async_bulk_load(u32 to, const void* from, u32 byte
   emulate::for_words(to, static_cast<const float*>(from), bytes, [](const float& shared, const float* p) CF_UNANNOUNCED {
     const_cast<float&>(shared) = emulate::word_at(p);
   });
-  emulate::complete_tx(bar, i32(bytes));
+  emulate::complete_tx(to, bar, i32(bytes));
 }
 CF_UNANNOUNCED inline void cp_async_bulk_store(void* to, u32 from, u32 bytes) {
   emulate::for_words(from, static_cast<float*>(to), bytes, [](float& shared, float* p) CF_UNANNOUNCED {
