@@ -29,8 +29,9 @@
 // 0.778. Of the 54500 clocks of a block at D 64 and L 1024, 1900 find its place, 2300 start the first copies, 1700 wait for them
 // and 4000 write results; at D 256, one block a multiprocessor, 1600, 2200, 3400 and 5600 of 101400.
 // Steps of 128 keys at D 64, not of 64 with queries in registers (2026-11-30, ms, L 1024, 4096): 0.497, 1.783 to 0.479, 1.657, under
-// a causal mask 0.321, 0.952 to 0.317, 0.904. Measured with 24 bytes spilled; what
-// removed them since, exact steps in parts and one address for queries and values, was compiled alone.
+// a causal mask 0.321, 0.952 to 0.317, 0.904, with 24 bytes spilled. Without (exact steps in parts, one address for queries
+// and values), of FlashAttention-2's speed at L 1024, 4096, 16384: 0.96, 1.03, 1.04 to 1.03, 1.13, 1.17, causal 0.99, 1.04, 1.09 to
+// 1.03, 1.11, 1.19 (with fewer divisions at the start).
 //
 // What limits it at D 64, L 4096 (2026-11-30): each partition has two warps, and in 62 % of its clocks neither can issue; tensor
 // pipe 50 % busy, issue slots 37 %, shared memory 34 %. mma.sync takes 6 clocks whichever operand is kept from one to the next,
