@@ -119,8 +119,8 @@ def _row(threads: int, occupancy: int, block_q: int, block_kv: int, bucket: int,
 
 # By kernel, bytes of the score type and options that a row is for (none, or any): the best first within a bucket of
 # head dims. What no row holds (much shared memory on small GPUs, options that take too many registers) is left to
-# simt. Rows for the same head dims give the same bits whatever the options, but for the
-# forward of float64 on 10.0.
+# simt. Rows for the same head dims give the same bits whatever the options, but for the forward of float64 from 10.0
+# on.
 PLAIN, ANY = "plain", "any"
 _ROWS = {
     ("forward", 4, PLAIN): tuple(_row(128, 2, 64, 32, bucket) for bucket in (32, 64, 128)),

@@ -35,7 +35,6 @@ CF_DEVICE double exponential(double x) { return exp(x); }                       
 CF_DEVICE float logarithm(float x) { return logf(x); }                                 // natural
 CF_DEVICE double logarithm(double x) { return log(x); }                                // natural
 CF_DEVICE float hyperbolic_tangent(float x) { return tanhf(x); }
-CF_DEVICE double hyperbolic_tangent(double x) { return tanh(x); }
 
 #endif
 

@@ -270,7 +270,7 @@ struct Consumer : ConsumerBase {
     Queries dq;
     Seen seen;
     const auto here = [&] { return place_of(head, tile); };
-    if constexpr (kGainsAtOnce) begin_gains(dp, control.delta_of(at.at), thread);
+    if constexpr (kGainsAtOnce) begin_gains(dp, control.less_delta_of(at.at), thread);
     if constexpr (kPlainScores) start_scores<kGainsAtOnce>(dp, own_keys(kVAt), queries(kOAt, at));
     const i32 row = tile * kBlockQ;
     const bool edge = u32(tile - plain) >= u32(plains);
@@ -280,16 +280,16 @@ struct Consumer : ConsumerBase {
     if constexpr (kRoundedWeights) round_to(weights, s);
     if constexpr (!kPlainScores) start_scores(dp, own_keys(kVAt), queries(kOAt, at));
     if (kMaskOrBias && !at_last()) fetch(addends(), next_place(), 64 * number);
-    RowNumbers delta;
-    const u32 delta_at = control.delta_of(at.at);
-    if constexpr (kLoadEarly && !kGainsAtOnce) delta.load(delta_at, thread);
+    RowNumbers less_delta;
+    const u32 less_delta_at = control.less_delta_of(at.at);
+    if constexpr (kLoadEarly && !kGainsAtOnce) less_delta.load(less_delta_at, thread);
     wgmma_wait_group<0>();                 // dP is there
     const auto weight = [&](int n) { return kRoundedWeights ? entry_of(weights, n) : s[n]; };
     const auto removed = [&](int n) { return is_dropped(dropped, n); };
     if constexpr (kGainsAtOnce) {
       round_gradients(ds, weights, s, dp, seen, edge);
     } else {
-      gradients_of(ds, dp, weight, removed, derivative, here(), edge, delta, delta_at, shared_address(control.zeros), thread);
+      gradients_of(ds, dp, weight, removed, derivative, here(), edge, less_delta, less_delta_at, shared_address(control.zeros), thread);
     }
     if constexpr (kWritesBias) store_bias_entries(dp, here());
     if constexpr (!kRoundedWeights && !kGainsAtOnce) round_to(weights, s), round_to(ds, dp);

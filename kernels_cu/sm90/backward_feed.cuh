@@ -38,7 +38,7 @@ struct Control {
   bool has_sums;                           // the one at hand
 
   CF_DEVICE u32 lse_of(u32 stage) const { return shared_address(lse_log2[stage]); }
-  CF_DEVICE u32 delta_of(u32 stage) const { return shared_address(lse_log2[stage] + kBlockQ); }
+  CF_DEVICE u32 less_delta_of(u32 stage) const { return shared_address(lse_log2[stage] + kBlockQ); }
 };
 
 // Of a stage, or of any number of one.

@@ -91,14 +91,14 @@ template <bool kOwnsValues> struct Consumer : ConsumerBase {
   CF_DEVICE void take_weights(Operand& ds, const Place& at, bool edge) {
     Operand weights, derivative;
     bar_sync(kThere + place_of_weights(), 256);
-    RowNumbers delta;
-    delta.load(control.delta_of(ring.stage()), thread);
+    RowNumbers less_delta;
+    less_delta.load(control.less_delta_of(ring.stage()), thread);
     take_words(weights, weights_at());
     if constexpr (kSoftcapOrAlibi) take_words(derivative, derivatives_at());
     bar_arrive(kTaken + place_of_weights(), 256);
     const auto weight = [&](int n) { return kDropout ? absolute(entry_of(weights, n)) : entry_of(weights, n); };
     const auto dropped = [&](int n) { return entry_of(weights, n) < 0.0f; };
-    gradients_of(ds, s, weight, dropped, derivative, at, edge, delta, control.delta_of(ring.stage()),
+    gradients_of(ds, s, weight, dropped, derivative, at, edge, less_delta, control.less_delta_of(ring.stage()),
                  shared_address(control.zeros), thread);
     if (kRemovedLate && edge) remove_unseen(ds, weights);
     store_bias_entries(s, at);

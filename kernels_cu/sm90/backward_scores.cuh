@@ -255,14 +255,14 @@ CF_DEVICE void remove_unseen(Operand& ds, const Operand& weights) {
     if ((weights[n] & 0x7fff0000u) == 0) ds[n] &= 0xffffu;
   }
 }
-constexpr bool kRemovedLate = kPlainScores && kDropout;      // by this; else gradients_of does it
+constexpr bool kRemovedLate = kPlainScores && kDropout;      // by this; else gradients_of or round_gradients does it
 
 // Whether -delta of some query is infinite or no number: a weight of 0 times it would not be 0.
-CF_DEVICE bool any_strange(u32 delta, i32 thread) {
+CF_DEVICE bool any_strange(u32 less_delta, i32 thread) {
   bool ordinary = true;
   CF_UNROLL
   for (i32 row = 0; row < kBlockQ; row += 32) {
-    ordinary = ordinary && absolute(ld_shared_f32(delta + (row + thread % 32) * 4)) < Limits<float>::infinity();
+    ordinary = ordinary && absolute(ld_shared_f32(less_delta + (row + thread % 32) * 4)) < Limits<float>::infinity();
   }
   return vote_any(!ordinary);
 }
@@ -271,28 +271,28 @@ CF_DEVICE bool any_strange(u32 delta, i32 thread) {
 // not seen by some query.
 template <class Weight, class Dropped>
 CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped dropped, const Operand& derivative, const Place& at,
-                            bool edge, RowNumbers& delta, u32 from, u32 zeros, i32 thread) {
+                            bool edge, RowNumbers& less_delta, u32 from, u32 zeros, i32 thread) {
   if (kPlainScores && !kDropout && edge) {                 // what stands there, NaN too, is never seen
     CF_UNROLL
     for (int n = 0; n < kScores; ++n) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
     if (any_strange(from, thread)) {                       // gains are formed here, and have no delta below
       CF_UNROLL
       for (int n = 0; n < kScores; ++n) {
-        if (!kLoadEarly && n % 4 == 0) delta.load(from, n / 4, thread);
-        if (weight(n) != 0.0f) dp[n] += delta.of(n);
+        if (!kLoadEarly && n % 4 == 0) less_delta.load(from, n / 4, thread);
+        if (weight(n) != 0.0f) dp[n] += less_delta.of(n);
       }
       from = zeros;
-      if constexpr (kLoadEarly) delta = RowNumbers{};
+      if constexpr (kLoadEarly) less_delta = RowNumbers{};
     }
   }
   const float kept = kDropout ? dropout_scale<float>(at.p) : 1.0f;
   CF_UNROLL
   for (int j = 0; j < kScores / 4; ++j) {
-    if (!kLoadEarly) delta.load(from, j, thread);
+    if (!kLoadEarly) less_delta.load(from, j, thread);
     CF_UNROLL
     for (int n = 4 * j; n < 4 * j + 4; ++n) {
-      float gain = dp[n] + delta.of(n);
-      if constexpr (kDropout) gain = fused(dropped(n) ? 0.0f : dp[n], kept, delta.of(n));
+      float gain = dp[n] + less_delta.of(n);
+      if constexpr (kDropout) gain = fused(dropped(n) ? 0.0f : dp[n], kept, less_delta.of(n));
       dp[n] = weight(n) * gain;
       if constexpr (kSoftcapOrAlibi) dp[n] *= entry_of(derivative, n);
       if constexpr (!kPlainScores) dp[n] = weight(n) == 0.0f ? 0.0f : dp[n];
@@ -305,7 +305,7 @@ CF_DEVICE void gradients_of(Operand& ds, Scores& dp, Weight weight, Dropped drop
 }
 
 // Where gains are the product alone, dP added to -delta. What is never seen gets 0 whatever its gain is, NaN too.
-constexpr bool kGainsAtOnce = kPlainScores && !kDropout;
+constexpr bool kGainsAtOnce = kPlainScores && !kDropout && !kRoundedWeights;
 
 // -delta of a tile's queries.
 CF_DEVICE void begin_gains(Scores& gains, u32 from, i32 thread) {

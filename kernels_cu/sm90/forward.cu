@@ -1,7 +1,7 @@
 // Forward pass on Hopper's tensor cores: out and lse for 16-bit elements, head dims up to kHeadDim and kHeadDimV.
 //
 // FlashAttention-3's division of labour (Shah et al. 2024) with a softmax of our own (sm90/softmax.cuh): blocks stay on
-// their multiprocessor and take query tiles from a counter. Of warpgroup 0 single threads work: the scheduler prepares
+// their multiprocessor and take query tiles from a counter. Of warpgroup 0 single threads work, beside dropout a warp: the scheduler prepares
 // the next piece of work, producers load by TMA: queries and keys, values, and masks and biases where there are any.
 // The other warpgroups are consumers of 64 queries each: scores, weights and the accumulated output live in registers,
 // and of weights nothing is ever written to memory.

@@ -4,7 +4,7 @@
 //   factor    scale, or with a softcap a polynomial of product^2, where nothing comes near the softcap
 //   term      -reference, with ALiBi of keys on one side of the rows a line in the column, with a bias that too
 //
-// A mask has made products -inf before, or biases.
+// A mask makes products -inf in the same pass, or biases; beside a bias of float32 before.
 #pragma once
 #include "sm90/softmax.cuh"
 #include "sm90/addend_boxes.cuh"

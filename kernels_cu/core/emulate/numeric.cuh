@@ -69,4 +69,3 @@ CF_DEVICE double exponential(double x) { return __builtin_exp(x); }
 CF_DEVICE float logarithm(float x) { return __builtin_logf(x); }
 CF_DEVICE double logarithm(double x) { return __builtin_log(x); }
 CF_DEVICE float hyperbolic_tangent(float x) { return __builtin_tanhf(x); }
-CF_DEVICE double hyperbolic_tangent(double x) { return __builtin_tanh(x); }
