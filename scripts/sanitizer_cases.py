@@ -13,13 +13,8 @@ import numpy as np
 import cupyflash
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float32": np.float32, "float64": np.float64}
-SHAPES = (
-    (1, 700, 128),
-    (70, 90, 64),
-    (200, 300, 128),
-    (300, 330, 64),
-    (200, 300, 256),
-)  # queries, keys, head dim
+# Queries, keys, head dim.
+SHAPES = ((1, 700, 128), (70, 90, 64), (200, 300, 128), (300, 330, 64), (200, 300, 256))
 
 
 def options(rng, queries, keys):

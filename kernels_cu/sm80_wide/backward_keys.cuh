@@ -238,6 +238,13 @@ struct Backward {
       for (int w = 0; w < kPartC; ++w) st_shared(gradient_at(places, u, w), x[u][w]);
     }
   }
+  static CF_DEVICE void load(u32 places, Part& x) {
+    CF_UNROLL
+    for (int w = 0; w < kPartC; ++w) {
+      CF_UNROLL
+      for (int u = 0; u < kR; ++u) x[u][w] = ld_shared<Score>(gradient_at(places, u, w));
+    }
+  }
 
   // Part n of the weights, from the first warp of a pair to the second.
   CF_DEVICE void send(u32 places, int n, const Part& x) const {
@@ -251,15 +258,13 @@ struct Backward {
     }
   }
   CF_DEVICE void receive(u32 places, int n, Part& x) const {
+    if constexpr (kInPlace) return load(places, x);
     CF_UNROLL
     for (int c = 0; c < kR * kPartC / kChunk; ++c) {
       Score chunk[kChunk];
-      if constexpr (!kInPlace) ld_shared_chunk(chunk, weights(n, c));
+      ld_shared_chunk(chunk, weights(n, c));
       CF_UNROLL
-      for (int y = 0; y < kChunk; ++y) {
-        const int u = (c * kChunk + y) % kR, w = (c * kChunk + y) / kR;
-        x[u][w] = kInPlace ? ld_shared<Score>(gradient_at(places, u, w)) : chunk[y];
-      }
+      for (int y = 0; y < kChunk; ++y) x[(c * kChunk + y) % kR][(c * kChunk + y) / kR] = chunk[y];
     }
   }
 

@@ -78,23 +78,25 @@ template <class Use> CF_DEVICE void for_wide_bias(const AddendPlace& tile, Use u
   }
 }
 
+// Where the mask of a thread's row 8 h begins, and its bytes of columns 8 j and 8 j + 1.
+CF_DEVICE u32 mask_row(const AddendPlace& tile, i32 thread, int h) {
+  const i32 lane = thread % 32;
+  return tile.mask + swizzled<kMaskBox>(thread / 32 * 16 + lane / 4 + 8 * h) + lane % 4 * 2;
+}
+CF_DEVICE u32 mask_pair(u32 row, int j) { return ld_shared_u16((row ^ (j / 2 * 16)) + j % 2 * 8); }
+
 // use(entry, whether the mask allows it) for all of a thread's entries.
 template <class Use> CF_DEVICE void for_mask(const AddendPlace& tile, Use use) {
-  const i32 thread = i32(opaque(thread_index() % 128)), lane = thread % 32, row = thread / 32 * 16 + lane / 4;
-  const u32 from[2] = {tile.mask + swizzled<kMaskBox>(row) + lane % 4 * 2,
-                       tile.mask + swizzled<kMaskBox>(row + 8) + lane % 4 * 2};
+  const i32 thread = i32(opaque(thread_index() % 128));
+  const u32 rows[2] = {mask_row(tile, thread, 0), mask_row(tile, thread, 1)};
   CF_UNROLL
   for (int n = 0; n < kScores / 2; ++n) {
-    const int j = n / 2;
-    const u32 pair = ld_shared_u16((from[n % 2] ^ (j / 2 * 16)) + j % 2 * 8);
+    const u32 pair = mask_pair(rows[n % 2], n / 2);
     use(2 * n, (pair & 0xffu) != 0), use(2 * n + 1, pair >> 8 != 0);
   }
 }
 
 CF_DEVICE void apply_mask(Scores& s, const AddendPlace& tile, const Params& p, const Addends& a, i32 row) {
-  const i32 thread = i32(opaque(thread_index() % 128)), lane = thread % 32;
-  hide_scores(
-      s, p, a, row,
-      [&](int h) { return tile.mask + swizzled<kMaskBox>(thread / 32 * 16 + lane / 4 + 8 * h) + lane % 4 * 2; },
-      [](u32 from, int j) { return ld_shared_u16((from ^ (j / 2 * 16)) + j % 2 * 8); });
+  const i32 thread = i32(opaque(thread_index() % 128));
+  hide_scores(s, p, a, row, [&](int h) { return mask_row(tile, thread, h); }, mask_pair);
 }
