@@ -19,15 +19,20 @@ constexpr u32 kFarthest = 0xc0861000u, kInfinite = 0xfff00000u;      // high wor
 // Whether x, at most 0, has a power that counts as 0.
 CF_DEVICE bool is_far(double x) { return high_word(x) - kFarthest - 1u < kInfinite - kFarthest; }
 
-// Within 1 last place; results below 2^-1019 are 0.
-//
-// x = k log(2) + r with |r| <= log(2) / 2; k times the first part of log(2) is exact.
-CF_DEVICE double decay(double x) {
+// e^x = 2^k (1 + rest): x = k log(2) + r with |r| <= log(2) / 2; k times the first part of log(2) is exact.
+struct DecayParts { double rest; u32 k; };
+CF_DEVICE DecayParts parts_of_decay(double x) {
   const double sum = fused(x, kDecay[0], kRound), k = sum - kRound;
   const double r = fused(k, kDecay[2], fused(k, kDecay[1], x));
   double tail = kDecay[3];
   CF_UNROLL
   for (int n = 4; n < 14; ++n) tail = fused(tail, r, kDecay[n]);
-  const double power = unbranched(fused(times(tail, r), r, r) + 1.0);      // or each would be a branch of its own
-  return is_far(x) ? 0.0 : double_of(high_word(power) + (low_word(sum) << 20), low_word(power));
+  return {fused(times(tail, r), r, r), low_word(sum)};
+}
+
+// Within 1 last place; results below 2^-1019 are 0.
+CF_DEVICE double decay(double x) {
+  const DecayParts parts = parts_of_decay(x);
+  const double power = unbranched(parts.rest + 1.0);      // or each would be a branch of its own
+  return is_far(x) ? 0.0 : double_of(high_word(power) + (parts.k << 20), low_word(power));
 }

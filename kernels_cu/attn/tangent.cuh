@@ -8,18 +8,14 @@ CF_DEVICE float tangent(float x) { return hyperbolic_tangent(x); }
 
 // Within 3 last places, and without branches, so that neighbours do not wait for each other: 26 instructions on doubles.
 //
-// With e = exp(-2 |x|) = s + s p, s a power of 2, as in decay: (1 - e) / (1 + e), where 1 - s is exact and |x| near 0 keeps
+// With e = exp(-2 |x|) = s + s p, s a power of 2: (1 - e) / (1 + e), where 1 - s is exact and |x| near 0 keeps
 // its last places; or, from |x| = 0.87 on, 1 - 2 e / (1 + e).
 CF_DEVICE double tangent(double x) {
-  const double z = times(-2.0, absolute(x)), sum = fused(z, kDecay[0], kRound), k = sum - kRound;
-  const double r = fused(k, kDecay[2], fused(k, kDecay[1], z));
-  double tail = kDecay[3];
-  CF_UNROLL
-  for (int n = 4; n < 14; ++n) tail = fused(tail, r, kDecay[n]);
-  const double p = fused(times(tail, r), r, r);
-  const i32 exponent = i32(low_word(sum));
-  const bool ends = exponent < -2;
-  const u32 power = kOne + (u32(exponent) << 20);
+  const double z = times(-2.0, absolute(x));
+  const DecayParts parts = parts_of_decay(z);
+  const double p = parts.rest;
+  const bool ends = i32(parts.k) < -2;
+  const u32 power = kOne + (parts.k << 20);
   const double s = double_of(power, 0), factor = double_of(power + (ends ? 1u << 20 : 0), 0);      // s, and s or 2 s
   const double over = fused(-factor, p, ends ? -factor : 1.0 - s), under = fused(s, p, 1.0 + s);
   const double near = rcp_approx_ftz(under), error = fused(-under, near, 1.0), first = times(over, near);
