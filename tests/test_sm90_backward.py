@@ -110,10 +110,10 @@ def test_no_keys_and_wider_head_dims_go_elsewhere():
     assert passed_over(8, 0) == "has no backward without keys"
 
 
-def launches(wrt=None, **shapes):
+def launches(deterministic=True, **shapes):
     """The launches of a backward by kernel, with their own part of the arguments."""
     q, k, v = (np.broadcast_to(np.float16(0), shapes[name]) for name in "qkv")
-    recipe = planned(Problem.create(q, k, v), True, None, 90)[0]
+    recipe = planned(Problem.create(q, k, v, deterministic=deterministic), True, None, 90)[0]
     return [(launch.config.kernel, launch) for launch in recipe.launches]
 
 
@@ -212,20 +212,6 @@ def test_wide_heads_launch_what_is_wanted(wrt, kernels):
 
 
 def test_heads_are_walked_side_by_side_while_their_queries_fit_the_cache():
-    def packed(rows, heads, heads_kv, right=params.UNBOUNDED):
-        [launch] = [
-            launch
-            for kernel, launch in launches(
-                q=(1, heads, rows, 64), k=(1, heads_kv, 300, 64), v=(1, heads_kv, 300, 64)
-            )
-            if kernel == "backward"
-        ]
-        numbers = [0.0] * len(params.NUMBERS)
-        numbers[params.NUMBERS.index("scale")] = 0.5
-        numbers[params.NUMBERS.index("right")] = right
-        (record,) = launch.extras.records([8] * len(params.ADDRESSES), numbers, 0)
-        return struct.unpack("=2f8i", record)
-
     unit = np.float32(0.5) * np.float32(np.log2(np.e))
     assert packed(100, 8, 2) == (0.5, unit, 6, 3, 2, 2, 4, 0, 1, sm90_backward.DOWNWARD)
     assert packed(100, 8, 2, right=0)[9] == sm90_backward.UPWARD
@@ -233,6 +219,26 @@ def test_heads_are_walked_side_by_side_while_their_queries_fit_the_cache():
     assert packed(2**20, 16, 16)[5] == 8
     # Under a causal mask blocks of one head wait for one another more.
     assert [packed(rows, 96, 96, right=0)[5] for rows in (64, 4096, 2**20)] == [64, 32, 32]
+
+
+@pytest.mark.parametrize("right", [0, params.UNBOUNDED])
+def test_in_any_order_as_many_heads_are_walked_side_by_side_as_fill_the_gpu(right):
+    # Key tiles of 128: a head has 8, 32 or 128 of them, and the GPU takes about 128 of head dim 128.
+    for dim, heads in {128: [16, 4, 2], 64: [32, 8, 2]}.items():
+        found = [packed(n, 96, 96, right, dim, n, deterministic=False) for n in (1024, 4096, 16384)]
+        assert [record[5] for record in found] == heads
+        assert {record[8] for record in found} == {sm90_backward.IN_ANY_ORDER}
+
+
+def packed(rows, heads, heads_kv, right=params.UNBOUNDED, dim=64, keys=300, deterministic=True):
+    """The launch record of a call of that many queries."""
+    shapes = {"q": (1, heads, rows, dim), "k": (1, heads_kv, keys, dim), "v": (1, heads_kv, keys, dim)}
+    [launch] = [launch for kernel, launch in launches(deterministic, **shapes) if kernel == "backward"]
+    numbers = [0.0] * len(params.NUMBERS)
+    numbers[params.NUMBERS.index("scale")] = 0.5
+    numbers[params.NUMBERS.index("right")] = right
+    (record,) = launch.extras.records([8] * len(params.ADDRESSES), numbers, 0)
+    return struct.unpack("=2f8i", record)
 
 
 @pytest.mark.parametrize(

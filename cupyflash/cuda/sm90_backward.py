@@ -31,11 +31,6 @@ _SCALE, _RIGHT = NUMBERS.index("scale"), NUMBERS.index("right")
 _BY_TMA = tuple(map(ADDRESSES.index, ("q", "k", "v", "dout")))
 _LOG2E = np.float32(1.4426950408889634)
 _HALF_OF_L2 = 32e6  # bytes: queries, their cotangents and sums of the heads that are walked side by side
-# The fewer blocks of a head run at once, the less they wait for one another, and the more often queries are fetched
-# again: least (at head dim 128; at 64 twice as many) and most heads side by side under a causal mask, and the least
-# without one. Those of wide heads do not wait.
-_CAUSAL_HEADS, _CAUSAL_PART, _LEAST_HEADS = (16, 64), 1.5, 4
-_FREE_HEADS = (1, 64)
 
 
 class Geometry(NamedTuple):
@@ -151,6 +146,21 @@ def kernel_for(sizes: Sizes) -> str:
     return "backward" if max(sizes.head_dim, sizes.head_dim_v) <= 128 else "backward_kv"
 
 
+def _side_by_side(
+    kernel: str, queries: int, head_dim: int, head_tiles: int, head_bytes: float
+) -> tuple[int, int]:
+    """Heads walked together, without and with a causal mask: few, so that the L2 cache holds what is read."""
+    fitting = _HALF_OF_L2 / max(1.0, head_bytes)
+    free, causal = max(1, int(fitting)), max(1, int(1.5 * fitting))
+    if kernel != "backward":
+        return free, min(64, causal)
+    narrow = 128 // head_dim
+    if queries == IN_TURN:  # the fewer blocks of a head run at once, the less they wait for one another
+        return max(4 * narrow, free), min(64, max(16 * narrow, causal))
+    filling = max(2, 128 * narrow // max(1, head_tiles))  # the GPU
+    return filling, filling
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Extras:
     """The second and third argument of a launch, but for what each call brings."""
@@ -158,9 +168,7 @@ class Extras:
     forms: tuple[Form | None, ...]  # of q, k, v and dout; None where there are none
     head_tiles: int  # of keys, or in backward_q of queries, of one head
     heads: int
-    fitting: float  # heads of which half of the L2 cache holds what is read and written
-    least: int  # heads side by side
-    causal: tuple[int, int]  # least and most of them under a causal mask
+    side_by_side: tuple[int, int]  # heads that are walked together, without and with a causal mask
     group: int
     ticket: int
     queries: int
@@ -181,7 +189,7 @@ class Extras:
         finishes: bool = False,
     ) -> Extras:
         """For a launch with that record, which has at most two leading axes."""
-        g, s, in_turns = config.geometry, sizes, config.kernel == "backward"
+        g, s = config.geometry, sizes
         assert g is not None
         tensors = {
             "q": (s.head_dim, s.seqlen_q, s.heads_q, g.block_q),
@@ -198,14 +206,13 @@ class Extras:
             head_bytes = s.seqlen_k * g.head_dim * 4 * s.heads_kv / s.heads_q
         else:
             head_tiles, heads = ceil(s.seqlen_k, g.block_kv), owners * s.heads_kv
-            head_bytes = s.seqlen_q * g.head_dim * (8 if in_turns else 4) * s.heads_q / s.heads_kv
+            with_sums = 8 if config.kernel == "backward" else 4
+            head_bytes = s.seqlen_q * g.head_dim * with_sums * s.heads_q / s.heads_kv
         return cls(
             forms=tuple(forms),
             head_tiles=head_tiles,
             heads=heads,
-            fitting=_HALF_OF_L2 / max(1.0, head_bytes),
-            least=_LEAST_HEADS * 128 // g.head_dim if in_turns else 1,
-            causal=(_CAUSAL_HEADS[0] * 128 // g.head_dim, _CAUSAL_HEADS[1]) if in_turns else _FREE_HEADS,
+            side_by_side=_side_by_side(config.kernel, queries, g.head_dim, head_tiles, head_bytes),
             group=s.heads_q // s.heads_kv,
             ticket=ticket,
             queries=queries,
@@ -221,11 +228,9 @@ class Extras:
         """The launch record, from the record's numbers."""
         scale = np.float32(numbers[_SCALE])
         unit = _LOG2E if self.natural else scale * _LOG2E
-        side_by_side, finish = max(self.least, int(self.fitting)), DOWNWARD
+        finish, side_by_side = DOWNWARD, self.side_by_side[0]
         if numbers[_RIGHT] < UNBOUNDED:
-            finish = UPWARD
-            least, most = self.causal
-            side_by_side = min(most, max(least, int(_CAUSAL_PART * self.fitting)))
+            finish, side_by_side = UPWARD, self.side_by_side[1]
         launch = _LAUNCH.pack(
             scale,
             unit,

@@ -160,6 +160,7 @@ static_assert(kSplitRows ? kHeadDim == 64 : kBlockQ == 64, "a consumer computes 
 
 constexpr bool kStoreFirst = kBlockQ == 64;      // dA before the turn; else registers are too few
 constexpr bool kQueriesFirst = kBlockQ == 64 && kHeadDim == 64;      // dq before dv
+constexpr bool kFreesSooner = kHeadDim == 128;      // queries, before the scores of the next tile are there
 enum : i32 { kTurn = 2 };      // named barrier of the first consumer; that of the second follows
 using Output = float[kHeadDim / 2];
 using Queries = float[kSplitRows ? kHeadDim / 2 : kHeadDim / 4];
@@ -318,8 +319,9 @@ struct Consumer : ConsumerBase {
     start_next(next, tile, next_head);
     prepare(next, head, tile);
     if constexpr (kWritesBias) store_bias_tile(64 * number, head_now, row, tiles + kGradientAt + step.at * kGradientBytes);
-    wgmma_wait_group<0>();
+    wgmma_wait_group<kFreesSooner ? 1 : 0>();       // dk is there
     if (leader()) mbarrier_arrive(at.in(control.q_free));
+    if constexpr (kFreesSooner) wgmma_wait_group<0>();
     ring.advance();
     at.advance(), step.advance(), left -= 1;
   }
