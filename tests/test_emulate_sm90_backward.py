@@ -159,11 +159,26 @@ def test_gradients_of_queries_leave_the_main_kernel(dims, shape, options, determ
 @pytest.mark.parametrize("deterministic", [True, False], ids=["in turn", "any order"])
 @pytest.mark.parametrize("d", [64, 128])
 def test_gradients_of_queries_of_many_rows(d, deterministic):
-    """Several units of rows a head, the last of them not whole; the first rows see no key."""
+    """Several units of rows a head, the last of them not whole; the first rows see no key, or blocks begin apart."""
     machine = Machine("checked", compute_capability=90)
     q, k, v = qkv(np, 1, 2, 600, 150, d, heads_kv=1, dtype=BFLOAT16)
-    for options in ({"causal": "bottom_right"}, {"window": (70, 20), "query_offset": -200}):
+    unseen = {"causal": "bottom_right"}, {"window": (70, 20), "query_offset": -200}
+    for options in (*unseen, {}, {"dropout_p": 0.2, "dropout_seed": 3}):
         check(q, k, v, via=vjp_on(machine), wrt=("q", "k", "v"), deterministic=deterministic, **options)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_rows_past_their_length_may_be_anything_where_blocks_begin_apart(d):
+    q, k, v = qkv(np, 1, 2, 300, 300, d, dtype=BFLOAT16)
+    machine, results = Machine("plain", compute_capability=90), []
+    options = {"q_lengths": np.array([270]), "deterministic": False}
+    dout, _ = cotangents(np, *machine.attention(q, k, v, **options))
+    for poison in (0.0, np.nan):
+        q[:, :, 270:] = dout[:, :, 270:] = poison
+        out, lse = machine.attention(q, k, v, **options)
+        gradients = machine.attention_backward(dout, q, k, v, out, lse, wrt=("q", "k", "v"), **options)
+        results.append(tuple(x for x in gradients if x is not None))
+    assert_same(results[1], results[0])
 
 
 def test_gradients_of_queries_into_arrays_of_every_layout():

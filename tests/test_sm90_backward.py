@@ -58,6 +58,7 @@ def test_the_launch_record_is_the_cuda_struct_byte_for_byte():
         "ticket",
         "queries",
         "finish",
+        "apart",
     ]
     lines = [f"static_assert(sizeof(Launch) == {sm90_backward.LAUNCH_BYTES});"]
     lines += [
@@ -211,23 +212,27 @@ def test_wide_heads_launch_what_is_wanted(wrt, kernels):
     assert [launch.config.kernel for launch in recipe.launches] == ["row_stats", *kernels]
 
 
-def test_heads_are_walked_side_by_side_while_their_queries_fit_the_cache():
+def test_the_launch_of_the_main_kernel_in_turn():
     unit = np.float32(0.5) * np.float32(np.log2(np.e))
-    assert packed(100, 8, 2) == (0.5, unit, 6, 3, 2, 2, 4, 0, 1, sm90_backward.DOWNWARD)
+    assert packed(100, 8, 2) == (0.5, unit, 6, 3, 2, 2, 4, 0, 1, sm90_backward.DOWNWARD, False)
     assert packed(100, 8, 2, right=0)[9] == sm90_backward.UPWARD
-    assert packed(4096, 32, 32)[5] == 15  # 32 MB hold 15 heads of 2 MB
-    assert packed(2**20, 16, 16)[5] == 8
-    # Under a causal mask blocks of one head wait for one another more.
+    # Under a causal mask blocks of one head wait for one another.
     assert [packed(rows, 96, 96, right=0)[5] for rows in (64, 4096, 2**20)] == [64, 32, 32]
 
 
-@pytest.mark.parametrize("right", [0, params.UNBOUNDED])
-def test_in_any_order_as_many_heads_are_walked_side_by_side_as_fill_the_gpu(right):
+@pytest.mark.parametrize(("right", "deterministic"), [(None, True), (None, False), (0, False)])
+def test_where_no_block_waits_as_many_heads_are_walked_side_by_side_as_fill_the_gpu(right, deterministic):
     # Key tiles of 128: a head has 8, 32 or 128 of them, and the GPU takes about 128 of head dim 128.
+    right = params.UNBOUNDED if right is None else right
     for dim, heads in {128: [16, 4, 2], 64: [32, 8, 2]}.items():
-        found = [packed(n, 96, 96, right, dim, n, deterministic=False) for n in (1024, 4096, 16384)]
+        found = [packed(n, 96, 96, right, dim, n, deterministic) for n in (1024, 4096, 16384)]
         assert [record[5] for record in found] == heads
-        assert {record[8] for record in found} == {sm90_backward.IN_ANY_ORDER}
+
+
+def test_blocks_begin_apart_in_any_order_without_a_causal_mask():
+    calls = itertools.product((True, False), (0, params.UNBOUNDED))
+    apart = [call for call in calls if packed(300, 2, 2, deterministic=call[0], right=call[1])[10]]
+    assert apart == [(False, params.UNBOUNDED)]
 
 
 def packed(rows, heads, heads_kv, right=params.UNBOUNDED, dim=64, keys=300, deterministic=True):
@@ -238,7 +243,7 @@ def packed(rows, heads, heads_kv, right=params.UNBOUNDED, dim=64, keys=300, dete
     numbers[params.NUMBERS.index("scale")] = 0.5
     numbers[params.NUMBERS.index("right")] = right
     (record,) = launch.extras.records([8] * len(params.ADDRESSES), numbers, 0)
-    return struct.unpack("=2f8i", record)
+    return struct.unpack("=2f9i", record)
 
 
 @pytest.mark.parametrize(

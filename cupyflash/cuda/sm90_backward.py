@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .recipe import Sizes
 
 # kernels_cu/sm90/backward_launch.cuh: scale, unit, tiles, head_tiles, heads, side_by_side, group, ticket, queries,
-# finish.
-_LAUNCH = struct.Struct("=2f8i")
+# finish, apart.
+_LAUNCH = struct.Struct("=2f9i")
 LAUNCH_BYTES = _LAUNCH.size
 NOT_WANTED, IN_TURN, IN_ANY_ORDER = range(3)  # what a launch does about gradients of queries
 FINISHED_LATER, DOWNWARD, UPWARD = range(3)  # and whether their sums become gradients there
@@ -151,13 +151,15 @@ def _side_by_side(
 ) -> tuple[int, int]:
     """Heads walked together, without and with a causal mask: few, so that the L2 cache holds what is read."""
     fitting = _HALF_OF_L2 / max(1.0, head_bytes)
-    free, causal = max(1, int(fitting)), max(1, int(1.5 * fitting))
+    causal = max(1, int(1.5 * fitting))
     if kernel != "backward":
-        return free, min(64, causal)
+        return max(1, int(fitting)), min(64, causal)
     narrow = 128 // head_dim
-    if queries == IN_TURN:  # the fewer blocks of a head run at once, the less they wait for one another
-        return max(4 * narrow, free), min(64, max(16 * narrow, causal))
     filling = max(2, 128 * narrow // max(1, head_tiles))  # the GPU
+    if (
+        queries == IN_TURN
+    ):  # with a causal mask blocks of a head wait for one another: the less, the fewer run at once
+        return filling, min(64, max(16 * narrow, causal))
     return filling, filling
 
 
@@ -228,19 +230,18 @@ class Extras:
         """The launch record, from the record's numbers."""
         scale = np.float32(numbers[_SCALE])
         unit = _LOG2E if self.natural else scale * _LOG2E
-        finish, side_by_side = DOWNWARD, self.side_by_side[0]
-        if numbers[_RIGHT] < UNBOUNDED:
-            finish, side_by_side = UPWARD, self.side_by_side[1]
+        causal = bool(numbers[_RIGHT] < UNBOUNDED)
         launch = _LAUNCH.pack(
             scale,
             unit,
             self.head_tiles * self.heads,
             self.head_tiles,
             self.heads,
-            min(self.heads, side_by_side),
+            min(self.heads, self.side_by_side[causal]),
             self.group,
             self.ticket,
             self.queries,
-            finish if self.finishes else FINISHED_LATER,
+            (UPWARD if causal else DOWNWARD) if self.finishes else FINISHED_LATER,
+            self.queries == IN_ANY_ORDER and not causal,
         )
         return (launch,)

@@ -174,7 +174,7 @@ struct Consumer : ConsumerBase {
   // Where the walk stands. It is kept here, and whatever else does not change from tile to tile: between two products
   // every look into shared memory takes its time.
   i32 head, tile, left;                    // of the query tile; how many there are from it on
-  i32 first, last;
+  i32 first, last, start;
   i32 wanting;                             // shares are handed on while less tiles are left: not of none before the first
   i32 plain, plains;                       // the first tile without edges, and how many there are
   Cursor at;                               // of the tile: what `ring` says
@@ -243,19 +243,19 @@ struct Consumer : ConsumerBase {
   // Before the first tile: the pipeline begins with whatever dA lies there.
   CF_DEVICE void begin() {
     const Work& w = work();
-    head = w.head_kv * launch.group, tile = w.last, left = i32(w.end - w.begin);
-    first = w.first, last = w.last, plain = w.plain[number].start, plains = w.plain[number].stop - plain;
+    head = w.head_kv * launch.group, tile = w.start, left = i32(w.end - w.begin);
+    first = w.first, last = w.last, start = w.start, plain = w.plain[number].start, plains = w.plain[number].stop - plain;
     wanting = launch.queries != kNotWanted ? left : 0;
     fetch(addends(), first_place(), 64 * number);
     step.advance();
-    start_next(at, tile, true);
+    start_next(at, tile);
     prepare(at, head, tile);
     wgmma_wait_group<0>();
   }
   // The scores of a tile.
-  CF_DEVICE void start_next(const Cursor& at, i32 tile, bool clears) {
+  CF_DEVICE void start_next(const Cursor& at, i32 tile) {
     mbarrier_try_wait_parity(at.in(control.q_ready), at.phase);
-    if (clears) clear_queries(at.at, at.phase, work().sight.q_length, tile);
+    if (tile == last) clear_queries(at.at, at.phase, work().sight.q_length, tile);
     start_scores(s, own_keys(kKAt), queries(kQAt, at));
   }
   // What the weights of a tile need besides, while its scores are computed.
@@ -309,14 +309,13 @@ struct Consumer : ConsumerBase {
     free_gradients();
     Cursor next = at;
     const i32 head_now = head;
-    const bool more = !at_last(), next_head = more && tile == first;
-    if (more) {                            // else the scores of this tile once more, for nobody
+    if (!at_last()) {                      // else the scores of this tile once more, for nobody
       next.advance();
-      head += next_head, tile = next_head ? last : tile - 1;
+      tile = tile == first ? last : tile - 1, head += tile == start;
     }
     if (left < wanting) hand_on(dq);
     if constexpr (kQueriesFirst) wgmma_wait_group<1>();
-    start_next(next, tile, next_head);
+    start_next(next, tile);
     prepare(next, head, tile);
     if constexpr (kWritesBias) store_bias_tile(64 * number, head_now, row, tiles + kGradientAt + step.at * kGradientBytes);
     wgmma_wait_group<kFreesSooner ? 1 : 0>();       // dk is there

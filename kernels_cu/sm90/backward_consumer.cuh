@@ -54,9 +54,10 @@ struct ConsumerBase {
   // The tile that comes next: in this piece of work, or as its first.
   CF_DEVICE QueryTile next_place() const {
     const QueryTile now = place();
-    return now.tile > work().first ? QueryTile{now.head, now.tile - 1} : QueryTile{now.head + 1, work().last};
+    const i32 tile = work().after(now.tile);
+    return {now.head + (tile == work().start), tile};
   }
-  CF_DEVICE QueryTile first_place() const { return {work().head_kv * launch.group, work().last}; }
+  CF_DEVICE QueryTile first_place() const { return {work().head_kv * launch.group, work().start}; }
 
   // Mask and bias of a tile and of the warp's keys, from number `key` of the key tile on; what lay there has been read.
   CF_DEVICE void fetch(const AddendTile& addends, const QueryTile& tile, i32 key) const {

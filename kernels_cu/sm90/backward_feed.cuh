@@ -135,16 +135,18 @@ struct Producer {
     if (!work().any()) return;
     CF_UNROLL_1
     for (i32 head = work().head_kv * launch.group; head < (work().head_kv + 1) * launch.group; ++head) {
+      i32 tile = work().start;
       CF_UNROLL_1
-      for (i32 tile = work().last; tile >= work().first; --tile) {
+      do {
         load_q(head, tile);
-        if (tile == work().last && head == work().head_kv * launch.group) {
+        if (tile == work().start && head == work().head_kv * launch.group) {
           load_keys(shared_tiles() + kVAt, maps.v, control.v_free, control.v_ready);      // free the sooner
           load_keys(shared_tiles() + kKAt, maps.k, control.k_free, control.k_ready);
         }
         load_o(head, tile);
         ring.advance();
-      }
+        tile = work().after(tile);
+      } while (tile != work().start);
     }
   }
 

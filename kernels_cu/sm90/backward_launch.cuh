@@ -15,6 +15,7 @@ struct Launch {
   i32 ticket;            // number of this launch's ticket counter
   i32 queries;           // what is done about gradients of queries: a QueryGradients
   i32 finish;            // and whether their sums become gradients here: a Finish
+  i32 apart;             // 1: blocks of a head begin at query tiles apart
 };
 
 enum QueryGradients : i32 { kNotWanted = 0, kInTurn = 1, kInAnyOrder = 2 };

@@ -22,9 +22,10 @@ CF_DEVICE void usher(const Params& p, const Launch& launch, Control& control) {
     mbarrier_try_wait_parity(barrier(control.work_ready, slot.stage()), slot.parity());
     if (work.tile < 0) break;
     CF_UNROLL_1
-    for (i32 head = work.head_kv * launch.group; head < (work.head_kv + 1) * launch.group; ++head) {
+    for (i32 head = work.head_kv * launch.group; work.any() && head < (work.head_kv + 1) * launch.group; ++head) {
+      i32 tile = work.start;
       CF_UNROLL_1
-      for (i32 tile = work.last; tile >= work.first; --tile) {
+      do {
         Turn& turn = control.turn[ring.stage()];
         mbarrier_try_wait_parity(barrier(control.turn_taken, ring.stage()), ring.parity() ^ 1);
         turn.sums = dq_sums_of(p, work.item, head, kHeadDim) + i64(tile) * kBlockQ * kHeadDim;
@@ -40,7 +41,8 @@ CF_DEVICE void usher(const Params& p, const Launch& launch, Control& control) {
         }
         mbarrier_arrive(barrier(control.turn_ready, ring.stage()));
         ring.advance();
-      }
+        tile = work.after(tile);
+      } while (tile != work.start);
     }
     mbarrier_arrive(barrier(control.work_free, slot.stage()));
     slot.advance();

@@ -2,9 +2,10 @@
 // shared memory; the others read it.
 //
 // A block owns one tile of keys of one kv head at a time, for all items that share the keys: a piece of work is one item.
-// It walks the query tiles that see some of its keys downward, head by head of the group. Its share of their gradients
-// is added in turn: for every query tile the key tiles go from left to right, so that sums are the same in every run.
-// Blocks take key tiles from left to right, too, and by ticket: who waits, waits for one that has started before.
+// It walks the query tiles that see some of its keys downward and round, head by head of the group, from the last one on
+// or, if the launch says so, each block of a head from elsewhere. Its share of their gradients is added in turn: for every
+// query tile the key tiles go from left to right, so that sums are the same in every run. Blocks take key tiles from left
+// to right, too, and by ticket: who waits, waits for one that has started before.
 #pragma once
 #include "attn/dropout.cuh"
 #include "attn/schedule.cuh"
@@ -19,6 +20,7 @@ struct Work {
   u32 loop;              // number of the item among those of the owner
   i32 closes;            // 1: it is the last
   i32 first, last;       // query tiles that see some of the keys; none if last < first
+  i32 start;             // where the walk over them begins
   u32 before;            // pieces of work before this one that had query tiles
   u32 begin, end;        // numbers of its query tiles, of all heads, among those of the block
   Item item;
@@ -27,6 +29,8 @@ struct Work {
   DropoutStream dropout;           // but for the number of the score matrix
 
   CF_DEVICE bool any() const { return last >= first; }
+  CF_DEVICE i32 count() const { return last + 1 - first; }
+  CF_DEVICE i32 after(i32 tile) const { return tile == first ? last : tile - 1; }
   CF_DEVICE i32 lead(int axis) const { return item.at[kLeadAxes - 1 - axis]; }      // as TMA counts them
 };
 
@@ -71,12 +75,14 @@ CF_DEVICE void prepare(Work& work, const Work& before, const Params& p, const La
     const bool to_end = !kMaskOrBias && stop == sight.q_length;
     work.plain[n].stop = larger(work.plain[n].start, to_end ? work.last + 1 : stop / kBlockQ);
   }
+  work.start = work.last;
+  if (launch.apart) work.start -= i32(u32(work.count()) * u32(work.tile) / u32(launch.head_tiles));
   fence_acq_rel_cta();
   if constexpr (kDropout && kHeadDim <= 128) work.dropout = dropout_of(p, work.item, 0);
   fence_acq_rel_cta();
   work.before = before.before + before.any();
   work.begin = before.end;
-  work.end = work.begin + u32(work.last + 1 - work.first) * launch.group;
+  work.end = work.begin + u32(work.count()) * launch.group;
 }
 
 // How many blocks add to a query tile before that of key tile n.
