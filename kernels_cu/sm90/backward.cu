@@ -69,9 +69,9 @@
 // dk (registers), dq added straight from registers, three stages, two heralds by tile or by consumer (head dim 64: 5 % less),
 // the next tile's queries awaited and its lse looked at under dv (13 to 28 % less).
 //
-// In turn each block of a head runs as fast as the slowest before it: the fewer of a head run at once, the less it costs.
-// A choice of four heads side by side without a mask and of 16 to 64 with one gave 1 to 4 % (sm90_backward.py). At head dim
-// 64 twice as many: 5 % at 4096 keys and 3 % at 16384 with a causal mask, 1 % without one at 16384; in any order nothing.
+// In turn each block of a head runs as fast as the slowest before it: with a causal mask, the fewer of a head run at once,
+// the less it costs. A choice of 16 to 64 heads side by side gave 1 to 4 % (sm90_backward.py), at head dim 64 twice as many
+// 5 % at 4096 keys and 3 % at 16384.
 //
 // Where the time goes: a key tile of 16 query tiles (1024 keys, head dim 128) takes 68k clk, each of those 3.6k, the first
 // scores 1.3k, the last share 1 to 2k, dk and dv 4.3k on their way out, the keys that come next 0.4k, in any order 2.4k.
@@ -95,10 +95,8 @@
 // 1683 and 1066 and cost 2 to 5 % where there is no end of work to gain by. Bounds at 1024 keys with a causal mask, wrong
 // results: without finishing 0.88 of the time at both head dims, without storing dk and dv 0.93 and 1.02. Why finishing
 // elsewhere saves nothing is not known: all blocks of a head are at a diagonal tile at once, so that who adds last may wait
-// for the others' shares, and 32 KB that TMA brings at an end may wait behind shares and the next tiles. Heads side by side
-// in any order, 1 to 16: head dim 64 0.96 to 1.00, 128 0.98 to 1.02, where two runs of the same differ by 0.01. ptxas
-// spills up to 1000 bytes where scores, dP or dq are started behind a branch; parts of dv and dk may be, with a fence of
-// their own.
+// for the others' shares, and 32 KB that TMA brings at an end may wait behind shares and the next tiles. ptxas spills up
+// to 1000 bytes where scores, dP or dq are started behind a branch; parts of dv and dk may be, with a fence of their own.
 //
 // Sums turned into dq by the consumers at the end, against a kernel for it: without a mask 1 to 2 % less time in turn and 0
 // to 2 % in any order, with one nothing sure. By the scheduler's warp beside the products, straight from global memory to
@@ -149,6 +147,23 @@
 // the weights of 128 take 455, but then those scores wait 800 to 1300 clk for queries, which two stages hold too late.
 // Against the first row, means of all cells, at 64 and 128: a third stage of queries 1.00 and 1.00, with such turns 1.00 and
 // 0.95; queries freed as soon as dk is there 0.98 and 1.01.
+//
+// Heads side by side (32 and 16 with a causal mask before, 4 to 30 without one), and where their blocks begin: each row is
+// divided by the one above, in any order (H200, 2026-12-01; runs differ by 0.015):
+//
+//                                                        head dim 64                      head dim 128
+//                                             1024c 1024 4096c 4096 16kc 16k    1024c 1024 4096c 4096 16kc 16k
+//   as many as fill the GPU, or two            1.01 1.00 1.00 1.01 1.02 1.03     1.03 1.02 1.04 1.00 1.03 1.01
+//   queries freed as soon as dk is there          -    -    -    -    -    -     1.02 1.01 1.01 1.01 1.02 1.02
+//   blocks begin at query tiles apart             -    - 0.99 1.01 0.99 1.01        -    - 0.93 1.01 0.98 1.03
+//
+// In turn, without a mask, the first row gives 1.00 to 1.03. Blocks begin apart in any order without a mask alone. At head dim
+// 64 query tiles of 64 instead of 128 give 0.83, dq before dv spills.
+//
+// What limits then is power. Called for a second on end the card stands at 690 of 700 W and 1665 MHz (128) or 1770 (64), of
+// 1980, with 0.65 and 0.53 of the products that fit: 1.15 and 1.33 pJ a FLOP, FlashAttention-4's 1.13 and 1.33. Without any
+// traffic of queries and shares (wrong) the speed is 1.00 to 1.06 of this; if turns last until the next scores are started,
+// too, 1.03 and 0.99, with that traffic 0.96 and 0.82.
 #include "sm90/backward_consumer.cuh"
 #include "sm90/backward_shares.cuh"
 
