@@ -78,132 +78,20 @@
 //
 // Shared memory: K, V, kStages tiles of Q and dO, dA, P or d(c)/d(a), lse and delta, sums for slopes, the block's work.
 #pragma once
-#include "sm80_wide/gradient_tile.cuh"
-#include "sm80_wide/store.cuh"
-#include "sm80_wide/weights.cuh"
+#include "sm80_wide/backward_sums.cuh"
 
-constexpr i32 kPairs = kWarps / 2, kPairRows = kBlockKV / kPairs, kR = kPairRows / 8, kC = kBlockQ / 4;
-constexpr i32 kWideDim = larger(kHeadDim, kHeadDimV);
 // Whether second warps sum queries while first ones take exponentials: worth it where those are slow.
 constexpr bool kSumsMeanwhile = kSumsQueries && kStages == 2 && sizeof(Score) == 8;
-static_assert(kBlockKV % (16 * kPairs) == 0 && kBlockQ % 16 == 0, "whole fragments");
-// Threads that copy a tile: in one place first warps alone, while second ones take dq.
-constexpr i32 kLoaders = kStages == 1 ? kThreads / 2 : kThreads;
-static_assert(2 * kBlockQ <= kLoaders, "a thread fetches one of lse or delta");
 
-using TileK = Tile<kBlockKV, kHeadDim>;
-using TileV = Tile<kBlockKV, kHeadDimV>;
-using TileQ = Tile<kBlockQ, kHeadDim>;
-using TileO = Tile<kBlockQ, kHeadDimV>;
 using Scores = Score[kR][kC];
-// Weights change hands in parts of kPartQ queries: where exponentials are slow dk begins while the rest are taken.
-constexpr i32 kHands = sizeof(Score) == 8 && kC >= 8 ? 2 : 1, kPartC = kC / kHands, kPartQ = kBlockQ / kHands;
 using Part = Score[kR][kPartC];
-using Accumulator = Score[kR][kWideDim / 4];
+using Accumulator = Score[kR][larger(kHeadDim, kHeadDimV) / 4];
 
-// Parts of the dq of a tile: some rows and a line of columns each.
-constexpr i32 kLines = kHeadDim / (8 * kChunk), kDqRows = kBlockQ / 16 * kLines >= 2 * kWarps ? 32 : 16;
-// With one place for a tile first warps take a quarter of dq, begin with the next tile and are at their exponentials while
-// second ones, who take the rest, multiply.
-constexpr bool kApart = kStages == 1;
-constexpr i32 kFirstLines = kLines / 4;
-// Doubles: P changes hands where dA will lie. Beside it there may be room for d(c)/d(a), and dS after it: then the gradients
-// of what is added to scores come from here.
-constexpr bool kInPlace = kSumsQueries && kSectors, kRoomBeside = kInPlace && kStages == 2;
-constexpr bool kShapes = kRoomBeside && kSoftcapOrAlibi;
-static_assert(!kInPlace || !kSoftcapOrAlibi || kShapes, "rows of one place are for other options");
-static_assert(!kSumsQueries || kPairRows == 16, "gradient_at has two rows of a lane");
-
-// Offsets in shared memory.
-constexpr i32 kWeightBytes = kPairRows * kBlockQ * sizeof(Score);
-constexpr i32 kAtV = TileK::kBytes, kAtQ = kAtV + TileV::kBytes, kAtO = kAtQ + kStages * TileQ::kBytes;
-constexpr i32 kAtSums = kAtO + kStages * TileO::kBytes;
-constexpr i32 kPlaces = kInPlace ? 2 : kStages, kPlaceBytes = kPlaces * TileA::kBytes;      // of dA
-constexpr i32 kAtWeights = kAtSums + (kSumsQueries ? kPlaceBytes : 0);                      // P, or d(c)/d(a)
-constexpr i32 kAtRows = kAtWeights + (kInPlace ? kRoomBeside * kPlaceBytes : kPairs * kWeightBytes);
-constexpr i32 kAtSlopes = kAtRows + 2 * kStages * kBlockQ * i32(sizeof(Score));
-constexpr i32 kAtWork = kAtSlopes + (kRoomBeside ? 2 * kPairs * i32(sizeof(Score)) : 0);
-static_assert(kAtWork + kWorkBytes + 128 == kSharedBytes, "the launch gives as much, and room to align");
-
-struct Backward {
-  const Params& p;
-  Work& work;
-  u32 shared;
+struct Backward : Sums {
   ColumnReader<TileQ> read_q;
   ColumnReader<TileO> read_o;
   RowReader<TileQ> sum_q;
   RowReader<TileO> sum_o;
-  ColumnReader<TileA> read_a;
-  RowReader<TileK, kSectors> sum_k;
-  Score fetched;                           // lse or delta of the next tile
-
-  static CF_DEVICE i32 pair() { return i32(warp_index()) % kPairs; }
-  static CF_DEVICE bool first_of_pair() { return i32(warp_index()) < kPairs; }
-  CF_DEVICE i32 col() const { return work.first + pair() * kPairRows; }      // first key of the pair
-
-  CF_DEVICE u32 q_tile(i32 tile) const { return shared + kAtQ + u32(tile) % u32(kStages) * TileQ::kBytes; }
-  CF_DEVICE u32 o_tile(i32 tile) const { return shared + kAtO + u32(tile) % u32(kStages) * TileO::kBytes; }
-  CF_DEVICE u32 a_tile(i32 tile) const { return shared + kAtSums + u32(tile) % u32(kPlaces) * TileA::kBytes; }
-  // Where pairs leave their sums of a tile for the slope's gradient.
-  CF_DEVICE u32 slopes_at(i32 tile) const { return shared + kAtSlopes + u32(tile) % 2u * (kPairs * sizeof(Score)); }
-  // lse (0) or delta (1) of a tile.
-  CF_DEVICE u32 row_numbers(i32 tile, i32 which) const {
-    return shared + kAtRows + (u32(tile) % u32(kStages) * 2 + which) * kBlockQ * sizeof(Score);
-  }
-
-  CF_DEVICE void load_queries(i32 tile) {
-    if (tile >= work.tiles.start && i32(thread_index()) < kLoaders) {
-      const i32 row = tile * kBlockQ, i = row + i32(thread_index()) % kBlockQ, which = i32(thread_index()) / kBlockQ;
-      TileQ::template load<kLoaders>(q_tile(tile), work.q, row, work.sight.q_length, p.head_dim);
-      TileO::template load<kLoaders>(o_tile(tile), work.dout, row, work.sight.q_length, p.head_dim_v);
-      if (which == 0) fetched = lse_of(work, i);
-      if (which == 1) fetched = delta_of(work, i);
-    }
-    cp_async_commit_group();
-  }
-
-  CF_DEVICE u32 group() const { return u32(i32(opaque(p.heads_q)) / p.heads_kv); }
-
-  // The next head of the group, or the first one of the next item.
-  CF_DEVICE void begin() {
-    block_barrier();        // nobody reads what belongs to the head before any more
-    if (thread_index() == 0) {
-      const u32 number = work.walked++, part = number % group();
-      describe_item(work, p, item_at(p, work.block.own, number / group()), work.block.head);
-      describe_head(work, p, work.block.head * i32(group()) + i32(part));
-      describe_results(work, p, work.head);
-      work.tiles = tiles_of(work.sight.rows_of_some(work.first, work.first + kBlockKV), kBlockQ);
-      work.whole = work.sight.rows_of_all(work.first, work.first + kBlockKV);
-    }
-    block_barrier();        // the work is there
-    if constexpr (kWritesBias) BiasGradient{p, work}.clear_unseen();
-    if (work.tiles.start >= work.tiles.stop) return;
-    if (work.walked % group() == 1 % group()) {
-      TileK::template load<>(shared, work.k, work.first, work.sight.kv_length, p.head_dim);
-      TileV::template load<>(shared + kAtV, work.v, work.first, work.sight.kv_length, p.head_dim_v);
-    }
-    if constexpr (kApart) cp_async_commit_group();
-    load_queries(work.tiles.stop - 1);
-    if constexpr (kApart) {
-      cp_async_wait_group<1>();
-      block_barrier();        // K and V are there
-    }
-  }
-
-  // Waits for a tile, and for dA of the one before; starts copies of the next.
-  CF_DEVICE void next_tile(i32 tile) {
-    const i32 thread = kMaskOrBias ? i32(opaque(thread_index())) : i32(thread_index());      // not kept beside addends
-    const i32 which = thread / kBlockQ, own = thread % kBlockQ;
-    if (which < 2) st_shared(row_numbers(tile, which) + own * i32(sizeof(Score)), fetched);
-    if (kApart && !first_of_pair()) return barrier_sync_aligned(kThere, kThreads);
-    cp_async_wait_group<0>();
-    if constexpr (kApart) {      // first warps have copied it, and do not wait for second ones
-      barrier_arrive_aligned(kThere, kThreads);
-      return barrier_sync_aligned(kThere + 1, kThreads / 2);
-    }
-    block_barrier();        // the tile is there for everyone; nobody reads the one before any more
-    if (kStages == 2) load_queries(tile - 1);
-  }
 
   // Row numbers of the lane's columns of part n.
   CF_DEVICE void read_row_numbers(Score (&x)[kPartC], i32 tile, i32 which, int n) const {
@@ -219,10 +107,6 @@ struct Backward {
     if (work.whole.covers(row, row + kPartQ)) return;
     select<true>(x, work, col(), row, Score(0));
   }
-
-  // The barriers at which part n of the weights changes hands, and at which second and first warps learn of a tile.
-  static CF_DEVICE i32 hand(int n) { return 1 + pair() + kPairs * n; }
-  static constexpr i32 kThere = 1 + kPairs * kHands;
 
   // Where chunk c of part n of the weights lies, and where part n of dA does.
   CF_DEVICE u32 weights(int n, int c) const {
@@ -380,65 +264,9 @@ struct Backward {
     }
   }
 
-  // A tile's part of the slope's gradient goes to its first row, on top of what the blocks of earlier keys have left.
-  CF_DEVICE void sum_slopes(i32 tile) const {
-    if (p.call.slope_rows == nullptr || tile >= work.tiles.stop) return;
-    if (thread_index() == kThreads / 2) {
-      if (const u32 before = earlier(tile); before > 0) wait_for_count(turn_of(tile), before);
-      Score sum = Score(0);
-      CF_UNROLL
-      for (i32 n = 0; n < kPairs; ++n) sum += ld_shared<Score>(slopes_at(tile) + n * i32(sizeof(Score)));
-      red_add(static_cast<Score*>(p.call.slope_rows) + row_number(p, work.item, work.head, tile * kBlockQ), sum);
-    }
-    warp_barrier();
-  }
-
   CF_DEVICE void store_bias(i32 tile) const {
     const bool capped = kShapes && work.terms.softcap > Score(0);
     BiasGradient{p, work}.store(tile, a_tile(tile) + (capped ? kPlaceBytes : 0));
-  }
-
-  // A count for each tile of queries, at the number of its first row.
-  CF_DEVICE u32* turn_of(i32 tile) const {
-    return static_cast<u32*>(p.call.turns) + 1 + row_number(p, work.item, work.head, tile * kBlockQ);
-  }
-
-  // How many blocks, those of earlier keys, add to a tile before this one.
-  CF_DEVICE u32 earlier(i32 tile) const {
-    if (p.splits == 0) return 0;
-    const Interval keys = work.sight.keys_of_some(tile * kBlockQ, (tile + 1) * kBlockQ);
-    return u32(larger(work.first / kBlockKV - keys.start / kBlockKV, 0));
-  }
-
-  // Lines [first, last) of dq of a tile, of which warp `warp` of `warps` takes its part: dA k, added to what the blocks of
-  // earlier keys have left.
-  template <i32 kRows> CF_DEVICE void sum_lines(i32 tile, i32 first, i32 last, i32 warp, i32 warps) const {
-    constexpr i32 kRowParts = kBlockQ / kRows;
-    if (tile >= work.tiles.stop || first == last) return;
-    const u32 before = earlier(tile), seen = before > 0 ? load_relaxed(turn_of(tile)) : 0;
-    CF_UNROLL_1
-    for (i32 part = warp; part < kRowParts * (last - first); part += warps) {
-      const i32 row = part % kRowParts * kRows, line = first + part / kRowParts;
-      Score dq[kRows / 8][2 * kChunk];
-      multiply_line<kBlockKV / 16>(dq, a_tile(tile) + row * TileA::kRowBytes, read_a, shared, line, sum_k);
-      if (part < warps && seen < before) wait_for_count(turn_of(tile), before);
-      warp_barrier();          // no lane adds before its turn
-      const Rows<Element> rows = rows_of<Element>(p.call.dq, p.dq, work.item, work.head);
-      finish_by(dq, Score(p.call.scale));
-      add_line(dq, rows, tile * kBlockQ + row, work.sight.q_length, line * 8 * kChunk, p.head_dim);
-    }
-  }
-  CF_DEVICE void sum_queries(i32 tile) const {
-    if constexpr (kShapes) sum_slopes(tile);
-    if constexpr (!kApart) return sum_lines<kDqRows>(tile, 0, kLines, warp_index(), kWarps);
-    const bool first = first_of_pair();
-    sum_lines<16>(tile, first ? 0 : kFirstLines, first ? kFirstLines : kLines, pair(), kPairs);
-  }
-
-  // Says that the block has added its share of a tile; all warps have done so and met since.
-  CF_DEVICE void publish(i32 tile) const {
-    if (!kSumsQueries || tile >= work.tiles.stop || p.splits == 0) return;
-    if (thread_index() == kThreads / 2) red_release_increment(turn_of(tile));      // of a warp that will wait for weights
   }
 
   // Walks all queries; `acc` is dv in the first warp of a pair and dk in the second.
