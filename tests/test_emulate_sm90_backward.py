@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 from emulated import needs_compiler, vjp_on
-from support import DTYPES, NEG_INF, assert_same, check, cotangents, normal, qkv
+from support import DTYPES, NEG_INF, assert_same, check, cotangents, normal, qkv, same_bits
 
 from cupyflash import Gradients
 from cupyflash.cuda import families
@@ -165,6 +165,20 @@ def test_gradients_of_queries_of_many_rows(d, deterministic):
     unseen = {"causal": "bottom_right"}, {"window": (70, 20), "query_offset": -200}
     for options in (*unseen, {}, {"dropout_p": 0.2, "dropout_seed": 3}):
         check(q, k, v, via=vjp_on(machine), wrt=("q", "k", "v"), deterministic=deterministic, **options)
+
+
+def test_in_any_order_blocks_begin_apart_where_there_is_no_bound_to_the_right():
+    q, k, v = qkv(np, 1, 1, 300, 300, 64, dtype=BFLOAT16)
+    machine = Machine("plain", compute_capability=90)
+    for causal, apart in (("top_left", False), (False, True)):
+        out, lse = machine.attention(q, k, v, causal=causal)
+        dout, _ = cotangents(np, out, lse)
+        values = [
+            machine.attention_backward(dout, q, k, v, out, lse, causal=causal, deterministic=order).v
+            for order in (True, False)
+        ]
+        assert same_bits(*(x[:, :, :128] for x in values))  # the first block begins with the last queries
+        assert same_bits(*values) is not apart
 
 
 @pytest.mark.parametrize("d", [64, 128])

@@ -212,16 +212,16 @@ def test_wide_heads_launch_what_is_wanted(wrt, kernels):
     assert [launch.config.kernel for launch in recipe.launches] == ["row_stats", *kernels]
 
 
-def test_the_launch_of_the_main_kernel_in_turn():
+def test_the_launch_of_the_main_kernel():
     unit = np.float32(0.5) * np.float32(np.log2(np.e))
-    assert packed(100, 8, 2) == (0.5, unit, 6, 3, 2, 2, 4, 0, 1, sm90_backward.DOWNWARD, False)
+    assert packed(100, 8, 2) == (0.5, unit, 6, 3, 2, 2, 4, 0, 1, sm90_backward.DOWNWARD, 0)
     assert packed(100, 8, 2, right=0)[9] == sm90_backward.UPWARD
-    # Under a causal mask blocks of one head wait for one another.
-    assert [packed(rows, 96, 96, right=0)[5] for rows in (64, 4096, 2**20)] == [64, 32, 32]
+    bounded = {dim: [packed(n, 96, 96, 0, dim)[5] for n in (64, 4096, 2**20)] for dim in (64, 128)}
+    assert bounded == {64: [64, 32, 32], 128: [64, 16, 16]}  # in turn blocks of one head wait for one another
 
 
 @pytest.mark.parametrize(("right", "deterministic"), [(None, True), (None, False), (0, False)])
-def test_where_no_block_waits_as_many_heads_are_walked_side_by_side_as_fill_the_gpu(right, deterministic):
+def test_else_as_many_heads_are_walked_side_by_side_as_fill_the_gpu(right, deterministic):
     # Key tiles of 128: a head has 8, 32 or 128 of them, and the GPU takes about 128 of head dim 128.
     right = params.UNBOUNDED if right is None else right
     for dim, heads in {128: [16, 4, 2], 64: [32, 8, 2]}.items():
@@ -229,16 +229,28 @@ def test_where_no_block_waits_as_many_heads_are_walked_side_by_side_as_fill_the_
         assert [record[5] for record in found] == heads
 
 
-def test_blocks_begin_apart_in_any_order_without_a_causal_mask():
+def test_heads_of_wide_ones_are_walked_side_by_side_while_half_of_the_l2_cache_holds_them():
+    kernels = {
+        "backward_kv": 2**22,
+        "backward_q": 2**22,
+    }  # bytes of a head: 4096 rows of 256, twice 16 bits or float32
+    for kernel, nbytes in kernels.items():
+        found = [packed(4096, 96, 96, right, 256, 4096, kernel=kernel)[5] for right in (params.UNBOUNDED, 0)]
+        assert found == [int(32e6 / nbytes), int(48e6 / nbytes)]
+
+
+def test_blocks_begin_apart_in_any_order_without_a_bound_to_the_right():
     calls = itertools.product((True, False), (0, params.UNBOUNDED))
     apart = [call for call in calls if packed(300, 2, 2, deterministic=call[0], right=call[1])[10]]
     assert apart == [(False, params.UNBOUNDED)]
 
 
-def packed(rows, heads, heads_kv, right=params.UNBOUNDED, dim=64, keys=300, deterministic=True):
+def packed(
+    rows, heads, heads_kv, right=params.UNBOUNDED, dim=64, keys=300, deterministic=True, kernel="backward"
+):
     """The launch record of a call of that many queries."""
     shapes = {"q": (1, heads, rows, dim), "k": (1, heads_kv, keys, dim), "v": (1, heads_kv, keys, dim)}
-    [launch] = [launch for kernel, launch in launches(deterministic, **shapes) if kernel == "backward"]
+    [launch] = [launch for name, launch in launches(deterministic, **shapes) if name == kernel]
     numbers = [0.0] * len(params.NUMBERS)
     numbers[params.NUMBERS.index("scale")] = 0.5
     numbers[params.NUMBERS.index("right")] = right

@@ -30,7 +30,7 @@ FINISHED_LATER, DOWNWARD, UPWARD = range(3)  # and whether their sums become gra
 _SCALE, _RIGHT = NUMBERS.index("scale"), NUMBERS.index("right")
 _BY_TMA = tuple(map(ADDRESSES.index, ("q", "k", "v", "dout")))
 _LOG2E = np.float32(1.4426950408889634)
-_HALF_OF_L2 = 32e6  # bytes: queries, their cotangents and sums of the heads that are walked side by side
+_HALF_OF_L2 = 32e6  # bytes, for queries, their cotangents and sums of the heads that are walked side by side
 
 
 class Geometry(NamedTuple):
@@ -149,18 +149,18 @@ def kernel_for(sizes: Sizes) -> str:
 def _side_by_side(
     kernel: str, queries: int, head_dim: int, head_tiles: int, head_bytes: float
 ) -> tuple[int, int]:
-    """Heads walked together, without and with a causal mask: few, so that the L2 cache holds what is read."""
+    """Heads walked together, without and with a bound to the right.
+
+    They are few, so that the L2 cache holds what is read: of the main kernel as many as keep the GPU busy. In turn,
+    with a bound, there are more of them, for then fewer blocks of a head run at once and wait for one another.
+    """
     fitting = _HALF_OF_L2 / max(1.0, head_bytes)
-    causal = max(1, int(1.5 * fitting))
+    bounded = max(1, int(1.5 * fitting))
     if kernel != "backward":
-        return max(1, int(fitting)), min(64, causal)
+        return max(1, int(fitting)), min(64, bounded)
     narrow = 128 // head_dim
-    filling = max(2, 128 * narrow // max(1, head_tiles))  # the GPU
-    if (
-        queries == IN_TURN
-    ):  # with a causal mask blocks of a head wait for one another: the less, the fewer run at once
-        return filling, min(64, max(16 * narrow, causal))
-    return filling, filling
+    busy = max(2, 128 * narrow // max(1, head_tiles))
+    return busy, min(64, max(16 * narrow, bounded)) if queries == IN_TURN else busy
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -170,7 +170,7 @@ class Extras:
     forms: tuple[Form | None, ...]  # of q, k, v and dout; None where there are none
     head_tiles: int  # of keys, or in backward_q of queries, of one head
     heads: int
-    side_by_side: tuple[int, int]  # heads that are walked together, without and with a causal mask
+    side_by_side: tuple[int, int]  # heads that are walked together, without and with a bound to the right
     group: int
     ticket: int
     queries: int
@@ -230,18 +230,18 @@ class Extras:
         """The launch record, from the record's numbers."""
         scale = np.float32(numbers[_SCALE])
         unit = _LOG2E if self.natural else scale * _LOG2E
-        causal = bool(numbers[_RIGHT] < UNBOUNDED)
+        bounded = bool(numbers[_RIGHT] < UNBOUNDED)
         launch = _LAUNCH.pack(
             scale,
             unit,
             self.head_tiles * self.heads,
             self.head_tiles,
             self.heads,
-            min(self.heads, self.side_by_side[causal]),
+            min(self.heads, self.side_by_side[bounded]),
             self.group,
             self.ticket,
             self.queries,
-            (UPWARD if causal else DOWNWARD) if self.finishes else FINISHED_LATER,
-            self.queries == IN_ANY_ORDER and not causal,
+            (UPWARD if bounded else DOWNWARD) if self.finishes else FINISHED_LATER,
+            int(self.queries == IN_ANY_ORDER and not bounded),
         )
         return (launch,)

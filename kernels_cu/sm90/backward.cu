@@ -12,7 +12,7 @@
 // begin, all under dk; what else the next weights need (lse, the bits of dropout) is fetched and drawn under those scores.
 // The consumers start dv, dq and dk in turns. Blocks stay on their multiprocessor and take work by ticket.
 //
-//   producer      K Q9 V dO9   Q8 dO8   Q7 dO7 ...                                  (query tiles are walked downward)
+//   producer      K Q9 V dO9   Q8 dO8   Q7 dO7 ...                                  (query tiles are walked downward, and round)
 //   consumers     S9 | dP9 .weights, dA. dv9 dk9 S8 | dP8 .weights, dA. dv8 dq9 dk8 .share of 9. S7 .bits. | ...
 //   usher         turn of 9?                 turn of 8? ...                        herald: adds 9, next block's turn
 //   and a warp    sums of a head of before -> dq
@@ -69,7 +69,7 @@
 // dk (registers), dq added straight from registers, three stages, two heralds by tile or by consumer (head dim 64: 5 % less),
 // the next tile's queries awaited and its lse looked at under dv (13 to 28 % less).
 //
-// In turn each block of a head runs as fast as the slowest before it: with a causal mask, the fewer of a head run at once,
+// In turn each block of a head runs as fast as the slowest before it: under a causal mask, the fewer of a head run at once,
 // the less it costs. A choice of 16 to 64 heads side by side gave 1 to 4 % (sm90_backward.py), at head dim 64 twice as many
 // 5 % at 4096 keys and 3 % at 16384.
 //
@@ -157,8 +157,8 @@
 //   queries freed as soon as dk is there          -    -    -    -    -    -     1.02 1.01 1.01 1.01 1.02 1.02
 //   blocks begin at query tiles apart             -    - 0.99 1.01 0.99 1.01        -    - 0.93 1.01 0.98 1.03
 //
-// In turn, without a mask, the first row gives 1.00 to 1.03. Blocks begin apart in any order without a mask alone. At head dim
-// 64 query tiles of 64 instead of 128 give 0.83, dq before dv spills.
+// So blocks begin apart without a bound to the right alone. The first row gives 1.00 to 1.03 in turn there. At head dim 64
+// query tiles of 64 instead of 128 give 0.83, dq before dv spills.
 //
 // What limits then is power. Called for a second on end the card stands at 690 of 700 W and 1665 MHz (128) or 1770 (64), of
 // 1980, with 0.65 and 0.53 of the products that fit: 1.15 and 1.33 pJ a FLOP, FlashAttention-4's 1.13 and 1.33. Without any
@@ -175,7 +175,8 @@ static_assert(kSplitRows ? kHeadDim == 64 : kBlockQ == 64, "a consumer computes 
 
 constexpr bool kStoreFirst = kBlockQ == 64;      // dA before the turn; else registers are too few
 constexpr bool kQueriesFirst = kBlockQ == 64 && kHeadDim == 64;      // dq before dv
-constexpr bool kFreesSooner = kHeadDim == 128;      // queries, before the scores of the next tile are there
+// Queries make way as soon as dk is there. Behind the last tile scores for nobody may still read them.
+constexpr bool kFreesSooner = kHeadDim == 128;
 enum : i32 { kTurn = 2 };      // named barrier of the first consumer; that of the second follows
 using Output = float[kHeadDim / 2];
 using Queries = float[kSplitRows ? kHeadDim / 2 : kHeadDim / 4];
@@ -263,14 +264,14 @@ struct Consumer : ConsumerBase {
     wanting = launch.queries != kNotWanted ? left : 0;
     fetch(addends(), first_place(), 64 * number);
     step.advance();
-    start_next(at, tile);
+    start_next(at, tile, tile == last);
     prepare(at, head, tile);
     wgmma_wait_group<0>();
   }
   // The scores of a tile.
-  CF_DEVICE void start_next(const Cursor& at, i32 tile) {
+  CF_DEVICE void start_next(const Cursor& at, i32 tile, bool clears) {
     mbarrier_try_wait_parity(at.in(control.q_ready), at.phase);
-    if (tile == last) clear_queries(at.at, at.phase, work().sight.q_length, tile);
+    if (clears) clear_queries(at.at, at.phase, work().sight.q_length, tile);
     start_scores(s, own_keys(kKAt), queries(kQAt, at));
   }
   // What the weights of a tile need besides, while its scores are computed.
@@ -324,13 +325,15 @@ struct Consumer : ConsumerBase {
     free_gradients();
     Cursor next = at;
     const i32 head_now = head;
-    if (!at_last()) {                      // else the scores of this tile once more, for nobody
+    const bool more = !at_last();
+    if (more) {                            // else the scores of this tile once more, for nobody
       next.advance();
-      tile = tile == first ? last : tile - 1, head += tile == start;
+      tile = tile == first ? last : tile - 1;
+      head += tile == start;
     }
     if (left < wanting) hand_on(dq);
     if constexpr (kQueriesFirst) wgmma_wait_group<1>();
-    start_next(next, tile);
+    start_next(next, tile, more && tile == last);
     prepare(next, head, tile);
     if constexpr (kWritesBias) store_bias_tile(64 * number, head_now, row, tiles + kGradientAt + step.at * kGradientBytes);
     wgmma_wait_group<kFreesSooner ? 1 : 0>();       // dk is there

@@ -2,7 +2,7 @@
 // (sm90/backward_beside.cuh), and by the consumers of blocks that have no more work while others still have some.
 //
 // Both take units of up to kUnitBlocks blocks of kRowBlock rows by ticket, about in the order in which their sums are
-// complete. Who waits for sums waits for blocks that have started.
+// complete, unless blocks begin apart. Who waits for sums waits for blocks that have started.
 #pragma once
 #include "attn/query_sums.cuh"
 #include "sm90/backward_work.cuh"

@@ -10,7 +10,7 @@ struct Launch {
   i32 tiles;             // key tiles of all heads and owners; in backward_q query tiles
   i32 head_tiles;        // of one head
   i32 heads;             // of all owners: kv heads; in backward_q query heads
-  i32 side_by_side;      // heads that are walked together, so that what they read stays in the L2 cache
+  i32 side_by_side;      // heads that are walked together, few, so that what they read stays in the L2 cache
   i32 group;             // query heads of a kv head
   i32 ticket;            // number of this launch's ticket counter
   i32 queries;           // what is done about gradients of queries: a QueryGradients

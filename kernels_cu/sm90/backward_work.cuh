@@ -3,9 +3,9 @@
 //
 // A block owns one tile of keys of one kv head at a time, for all items that share the keys: a piece of work is one item.
 // It walks the query tiles that see some of its keys downward and round, head by head of the group, from the last one on
-// or, if the launch says so, each block of a head from elsewhere. Its share of their gradients is added in turn: for every
-// query tile the key tiles go from left to right, so that sums are the same in every run. Blocks take key tiles from left
-// to right, too, and by ticket: who waits, waits for one that has started before.
+// or, if the launch says so, each block of a head from elsewhere. Its share of their gradients is added in any order, or in
+// turn: then for every query tile the key tiles go from left to right, so that sums are the same in every run. Blocks take
+// key tiles from left to right, too, and by ticket: who waits, waits for one that has started before.
 #pragma once
 #include "attn/dropout.cuh"
 #include "attn/schedule.cuh"
