@@ -161,9 +161,10 @@
 // query tiles of 64 instead of 128 give 0.83, dq before dv spills.
 //
 // What limits then is power. Called for a second on end the card stands at 690 of 700 W and 1665 MHz (128) or 1770 (64), of
-// 1980, with 0.65 and 0.53 of the products that fit: 1.15 and 1.33 pJ a FLOP, FlashAttention-4's 1.13 and 1.33. Without any
-// traffic of queries and shares (wrong) the speed is 1.00 to 1.06 of this; if turns last until the next scores are started,
-// too, 1.03 and 0.99, with that traffic 0.96 and 0.82.
+// 1980, with 0.65 and 0.53 of the products that fit: 1.15 and 1.33 pJ a FLOP, FlashAttention-4's 1.13 and 1.33. In any order
+// it is 0.98 to 1.03 times as fast as that then, at 1024 to 16384 keys (1.00 in the median), and in its first 20 ms 0.97 to
+// 1.07 (1.01). Without any traffic of queries and shares (wrong) the speed is 1.00 to 1.06 of this; if turns last until
+// the next scores are started, too, 1.03 and 0.99, with that traffic 0.96 and 0.82.
 #include "sm90/backward_consumer.cuh"
 #include "sm90/backward_shares.cuh"
 
