@@ -130,6 +130,8 @@ def test_keys_and_values_of_other_broadcasts_are_owned_by_launches_of_their_own(
     added = (keys.extras.queries, values.extras.queries)
     assert added == (sm90_backward.IN_TURN, sm90_backward.NOT_WANTED)  # dq is added once
     assert (keys.extras.finishes, values.extras.finishes) == (True, False)
+    # Without dq no block waits for another.
+    assert (keys.extras.side_by_side, values.extras.side_by_side) == ((128, 64), (128, 128))
 
 
 def test_the_gradient_of_a_bias_leaves_the_main_kernel_where_nothing_is_summed():
