@@ -191,7 +191,7 @@ struct Consumer : ConsumerBase {
   // Where the walk stands. It is kept here, and whatever else does not change from tile to tile: between two products
   // every look into shared memory takes its time.
   i32 head, tile, left;                    // of the query tile; how many there are from it on
-  i32 first, last, start;
+  Round round;
   i32 wanting;                             // shares are handed on while less tiles are left: not of none before the first
   i32 plain, plains;                       // the first tile without edges, and how many there are
   Cursor at;                               // of the tile: what `ring` says
@@ -260,12 +260,12 @@ struct Consumer : ConsumerBase {
   // Before the first tile: the pipeline begins with whatever dA lies there.
   CF_DEVICE void begin() {
     const Work& w = work();
-    head = w.head_kv * launch.group, tile = w.start, left = i32(w.end - w.begin);
-    first = w.first, last = w.last, start = w.start, plain = w.plain[number].start, plains = w.plain[number].stop - plain;
+    head = w.head_kv * launch.group, tile = w.round.start, left = i32(w.end - w.begin);
+    round = w.round, plain = w.plain[number].start, plains = w.plain[number].stop - plain;
     wanting = launch.queries != kNotWanted ? left : 0;
     fetch(addends(), first_place(), 64 * number);
     step.advance();
-    start_next(at, tile, tile == last);
+    start_next(at, tile, tile == round.last);
     prepare(at, head, tile);
     wgmma_wait_group<0>();
   }
@@ -329,12 +329,12 @@ struct Consumer : ConsumerBase {
     const bool more = !at_last();
     if (more) {                            // else the scores of this tile once more, for nobody
       next.advance();
-      tile = tile == first ? last : tile - 1;
-      head += tile == start;
+      const QueryTile to = round.after({head, tile});
+      head = to.head, tile = to.tile;
     }
     if (left < wanting) hand_on(dq);
     if constexpr (kQueriesFirst) wgmma_wait_group<1>();
-    start_next(next, tile, more && tile == last);
+    start_next(next, tile, more && tile == round.last);
     prepare(next, head, tile);
     if constexpr (kWritesBias) store_bias_tile(64 * number, head_now, row, tiles + kGradientAt + step.at * kGradientBytes);
     wgmma_wait_group<kFreesSooner ? 1 : 0>();       // dk is there

@@ -52,12 +52,8 @@ struct ConsumerBase {
   }
 
   // The tile that comes next: in this piece of work, or as its first.
-  CF_DEVICE QueryTile next_place() const {
-    const QueryTile now = place();
-    const i32 tile = work().after(now.tile);
-    return {now.head + (tile == work().start), tile};
-  }
-  CF_DEVICE QueryTile first_place() const { return {work().head_kv * launch.group, work().start}; }
+  CF_DEVICE QueryTile next_place() const { return work().round.after(place()); }
+  CF_DEVICE QueryTile first_place() const { return {work().head_kv * launch.group, work().round.start}; }
 
   // Mask and bias of a tile and of the warp's keys, from number `key` of the key tile on; what lay there has been read.
   CF_DEVICE void fetch(const AddendTile& addends, const QueryTile& tile, i32 key) const {
@@ -89,8 +85,8 @@ struct ConsumerBase {
     CF_UNROLL_1
     for (i32 head = work().head_kv * launch.group; head < (work().head_kv + 1) * launch.group; ++head) {
       const BiasGradient<T> gradient = bias_gradient<T>(head, key, own);
-      gradient.clear_rows(0, work().any() ? work().first * kBlockQ : p.seqlen_q, own % 32);
-      if (work().any()) gradient.clear_rows((work().last + 1) * kBlockQ, p.seqlen_q, own % 32);
+      gradient.clear_rows(0, work().any() ? work().round.first * kBlockQ : p.seqlen_q, own % 32);
+      if (work().any()) gradient.clear_rows((work().round.last + 1) * kBlockQ, p.seqlen_q, own % 32);
     }
   }
   CF_DEVICE void clear_unseen_bias(i32 key) const {

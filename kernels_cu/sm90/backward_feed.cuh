@@ -18,8 +18,6 @@ struct Turn {
   u32 number;            // shares before, or whether there is one; the first is stored, not added
 };
 
-struct QueryTile { i32 head, tile; };
-
 // Ready barriers end a phase when what they are named after may be read, free barriers when all have read it.
 struct Control {
   u64 work_ready[2], work_free[2], k_ready, v_ready, k_free, v_free;
@@ -135,23 +133,24 @@ struct Producer {
     if (!work().any()) return;
     CF_UNROLL_1
     for (i32 head = work().head_kv * launch.group; head < (work().head_kv + 1) * launch.group; ++head) {
-      i32 tile = work().start;
+      i32 tile = work().round.start;
       CF_UNROLL_1
       do {
         load_q(head, tile);
-        if (tile == work().start && head == work().head_kv * launch.group) {
+        if (tile == work().round.start && head == work().head_kv * launch.group) {
           load_keys(shared_tiles() + kVAt, maps.v, control.v_free, control.v_ready);      // free the sooner
           load_keys(shared_tiles() + kKAt, maps.k, control.k_free, control.k_ready);
         }
         load_o(head, tile);
         ring.advance();
-        tile = work().after(tile);
-      } while (tile != work().start);
+        tile = work().round.after(tile);
+      } while (tile != work().round.start);
     }
   }
 
   CF_DEVICE void produce() {
-    control.work[1].closes = 1, control.work[1].before = control.work[1].end = 0, control.work[1].first = 0, control.work[1].last = -1;
+    Work& none = control.work[1];
+    none.closes = 1, none.before = none.end = 0, none.round.first = 0, none.round.last = -1;
     while (find_work(p, launch, control)) {
       load_tiles();
       control.produced.advance();

@@ -23,7 +23,7 @@ CF_DEVICE void usher(const Params& p, const Launch& launch, Control& control) {
     if (work.tile < 0) break;
     CF_UNROLL_1
     for (i32 head = work.head_kv * launch.group; work.any() && head < (work.head_kv + 1) * launch.group; ++head) {
-      i32 tile = work.start;
+      i32 tile = work.round.start;
       CF_UNROLL_1
       do {
         Turn& turn = control.turn[ring.stage()];
@@ -41,8 +41,8 @@ CF_DEVICE void usher(const Params& p, const Launch& launch, Control& control) {
         }
         mbarrier_arrive(barrier(control.turn_ready, ring.stage()));
         ring.advance();
-        tile = work.after(tile);
-      } while (tile != work.start);
+        tile = work.round.after(tile);
+      } while (tile != work.round.start);
     }
     mbarrier_arrive(barrier(control.work_free, slot.stage()));
     slot.advance();

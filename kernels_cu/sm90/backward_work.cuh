@@ -14,13 +14,28 @@
 
 constexpr i32 kConsumers = 2, kConsumerKeys = 64;
 
+struct QueryTile { i32 head, tile; };
+
+// The query tiles that a block walks, for each head of the group.
+struct Round {
+  i32 first, last;       // those that see some of the keys; none if last < first
+  i32 start;             // where the walk begins: downward, and from the first on to the last
+
+  CF_DEVICE bool any() const { return last >= first; }
+  CF_DEVICE i32 count() const { return last + 1 - first; }
+  CF_DEVICE i32 after(i32 tile) const { return tile == first ? last : tile - 1; }
+  CF_DEVICE QueryTile after(const QueryTile& now) const {
+    const i32 tile = after(now.tile);
+    return {now.head + (tile == start), tile};
+  }
+};
+
 struct Work {
   i32 tile, head_kv;     // the key tile; negative: there is no more
   u32 own;
   u32 loop;              // number of the item among those of the owner
   i32 closes;            // 1: it is the last
-  i32 first, last;       // query tiles that see some of the keys; none if last < first
-  i32 start;             // where the walk over them begins
+  Round round;
   u32 before;            // pieces of work before this one that had query tiles
   u32 begin, end;        // numbers of its query tiles, of all heads, among those of the block
   Item item;
@@ -28,9 +43,7 @@ struct Work {
   Interval plain[kConsumers];      // query tiles without edges: all of their queries see all keys of a consumer
   DropoutStream dropout;           // but for the number of the score matrix
 
-  CF_DEVICE bool any() const { return last >= first; }
-  CF_DEVICE i32 count() const { return last + 1 - first; }
-  CF_DEVICE i32 after(i32 tile) const { return tile == first ? last : tile - 1; }
+  CF_DEVICE bool any() const { return round.any(); }
   CF_DEVICE i32 lead(int axis) const { return item.at[kLeadAxes - 1 - axis]; }      // as TMA counts them
 };
 
@@ -55,13 +68,13 @@ CF_DEVICE void prepare(Work& work, const Work& before, const Params& p, const La
   fence_acq_rel_cta();
   find_sight(sight, p, work.item);
   const i32 col = work.tile * kBlockKV;
-  work.first = sight.rows_of_some(col, col + kBlockKV).start;
+  work.round.first = sight.rows_of_some(col, col + kBlockKV).start;
   fence_acq_rel_cta();
-  work.last = sight.rows_of_some(col, col + kBlockKV).stop - 1;
+  work.round.last = sight.rows_of_some(col, col + kBlockKV).stop - 1;
   fence_acq_rel_cta();
-  const bool any = work.first <= work.last;
-  work.first = any ? work.first / kBlockQ : 0;
-  work.last = any ? work.last / kBlockQ : -1;
+  const bool any = work.round.first <= work.round.last;
+  work.round.first = any ? work.round.first / kBlockQ : 0;
+  work.round.last = any ? work.round.last / kBlockQ : -1;
   CF_UNROLL_1
   for (i32 n = 0; n < kBlockKV / kConsumerKeys; ++n) {
     const i32 from = work.tile * kBlockKV + n * kConsumerKeys;
@@ -73,16 +86,16 @@ CF_DEVICE void prepare(Work& work, const Work& before, const Params& p, const La
     const i32 stop = work.plain[n].stop;
     // Past the length scores are finite and weights 0, but for a bias.
     const bool to_end = !kMaskOrBias && stop == sight.q_length;
-    work.plain[n].stop = larger(work.plain[n].start, to_end ? work.last + 1 : stop / kBlockQ);
+    work.plain[n].stop = larger(work.plain[n].start, to_end ? work.round.last + 1 : stop / kBlockQ);
   }
-  work.start = work.last;
-  if (launch.apart) work.start -= i32(u32(work.count()) * u32(work.tile) / u32(launch.head_tiles));
+  work.round.start = work.round.last;
+  if (launch.apart) work.round.start -= i32(u32(work.round.count()) * u32(work.tile) / u32(launch.head_tiles));
   fence_acq_rel_cta();
   if constexpr (kDropout && kHeadDim <= 128) work.dropout = dropout_of(p, work.item, 0);
   fence_acq_rel_cta();
   work.before = before.before + before.any();
   work.begin = before.end;
-  work.end = work.begin + u32(work.count()) * launch.group;
+  work.end = work.begin + u32(work.round.count()) * launch.group;
 }
 
 // How many blocks add to a query tile before that of key tile n.
