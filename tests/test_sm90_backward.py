@@ -231,14 +231,11 @@ def test_else_as_many_heads_are_walked_side_by_side_as_fill_the_gpu(right, deter
         assert [record[5] for record in found] == heads
 
 
-def test_heads_of_wide_ones_are_walked_side_by_side_while_half_of_the_l2_cache_holds_them():
-    kernels = {
-        "backward_kv": 2**22,
-        "backward_q": 2**22,
-    }  # bytes of a head: 4096 rows of 256, twice 16 bits or float32
-    for kernel, nbytes in kernels.items():
-        found = [packed(4096, 96, 96, right, 256, 4096, kernel=kernel)[5] for right in (params.UNBOUNDED, 0)]
-        assert found == [int(32e6 / nbytes), int(48e6 / nbytes)]
+@pytest.mark.parametrize("kernel", KERNELS[256])
+def test_wide_heads_are_walked_side_by_side_while_half_of_the_l2_cache_holds_them(kernel):
+    found = [packed(4096, 96, 96, right, 256, 4096, kernel=kernel)[5] for right in (params.UNBOUNDED, 0)]
+    head_bytes = 2 * 4096 * 256 * 2
+    assert found == [int(32e6 / head_bytes), int(48e6 / head_bytes)]
 
 
 def test_blocks_begin_apart_in_any_order_without_a_bound_to_the_right():

@@ -208,8 +208,8 @@ class Extras:
             head_bytes = s.seqlen_k * g.head_dim * 4 * s.heads_kv / s.heads_q
         else:
             head_tiles, heads = ceil(s.seqlen_k, g.block_kv), owners * s.heads_kv
-            with_sums = 8 if config.kernel == "backward" else 4
-            head_bytes = s.seqlen_q * g.head_dim * with_sums * s.heads_q / s.heads_kv
+            column_bytes = 8 if config.kernel == "backward" else 4  # of q and dout, and there of their sums
+            head_bytes = s.seqlen_q * g.head_dim * column_bytes * s.heads_q / s.heads_kv
         return cls(
             forms=tuple(forms),
             head_tiles=head_tiles,
